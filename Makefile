@@ -1,0 +1,34 @@
+# One command per chore. Everything lives in .venv; nothing needs root, a GPU, Slurm or a model hub.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# make run run_dir=DIR args="trainer.optimizer.lr=1e-4 mode=sync"
+run_dir ?=
+args ?=
+
+.PHONY: run test test-all lint clean
+
+run: $(VENV)/.installed
+	$(BIN)/areal-hpc run configs/demo.yaml $(if $(run_dir),"run_dir=$(run_dir)") $(args)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "not slow" $(args)
+
+test-all: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest --timeout=1800 $(args)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check areal_hpc tests
+	$(BIN)/mypy areal_hpc
+
+clean:
+	rm -rf $(VENV) .cache runs build *.egg-info
+
+$(VENV)/.installed: setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[cpu]"
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[cpu,dev]"
+	touch $@
