@@ -1,0 +1,313 @@
+"""Rules that look at several settings, or at the files they name: what makes a well-formed configuration unusable.
+
+Each rule is a small generator that knows which settings it concerns, so that it is left out when one of them is
+already known to be wrong. Nothing is imported that the configuration names; modules are found and read as text.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import gzip
+import importlib.util
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from areal_hpc.config import Config
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a configuration, or, if not fatal, one thing its writer should know.
+
+    Attributes:
+        where: dotted path of the setting, or file:line:column, or the override as it was written.
+        message: what is wrong, what is legal and what was found.
+        hint: what to do about it; may be empty.
+        fatal: the run must not start.
+        section: name of the section whose legal keys are worth showing; None if none.
+    """
+
+    where: str
+    message: str
+    hint: str = ""
+    fatal: bool = True
+    section: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}" + (f"; {self.hint}" if self.hint else "")
+
+
+Rule = Callable[[Config], Iterator[Problem]]
+RULES: list[tuple[tuple[str, ...], Rule]] = []
+"""Every rule with the dotted paths it concerns, in the order in which they run."""
+
+
+def rule(*concerns: str) -> Callable[[Rule], Rule]:
+    def add(function: Rule) -> Rule:
+        RULES.append((concerns, function))
+        return function
+
+    return add
+
+
+def broken_rules(config: Config, already_wrong: set[str]) -> list[Problem]:
+    """Problems of all rules that concern none of the settings in `already_wrong`, nor anything above or below them."""
+    problems: list[Problem] = []
+    for concerns, function in RULES:
+        if not any(_overlap(path, wrong) for path in concerns for wrong in already_wrong):
+            try:
+                problems += function(config)
+            except OSError as error:  # a path too long, a directory that may not be searched, a stale mount
+                problems.append(Problem(concerns[0], f"cannot be checked: {error}"))
+    return problems
+
+
+def _overlap(one: str, other: str) -> bool:
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+# ------------------------------------------------------------------------------------------------------ numbers
+@rule("trainer.group_size", "trainer.advantage.group_norm")
+def one_answer_has_no_spread(c: Config) -> Iterator[Problem]:
+    norm = c.trainer.advantage.group_norm
+    if c.trainer.group_size == 1 and norm != "none":
+        yield Problem(
+            "trainer.group_size",
+            f"a group of one answer has no spread, so trainer.advantage.group_norm = {norm} makes every advantage 0",
+            "set trainer.group_size to 2 or more, or group_norm to none",
+        )
+
+
+@rule("trainer.micro_batch_tokens", "rollout.max_prompt_tokens", "rollout.max_new_tokens")
+def longest_sequence_fits(c: Config) -> Iterator[Problem]:
+    if c.trainer.micro_batch_tokens < c.max_sequence_tokens:
+        yield Problem(
+            "trainer.micro_batch_tokens",
+            f"must hold the longest sequence, rollout.max_prompt_tokens + rollout.max_new_tokens = "
+            f"{c.rollout.max_prompt_tokens} + {c.rollout.max_new_tokens} = {c.max_sequence_tokens} [tokens], "
+            f"got {c.trainer.micro_batch_tokens}",
+        )
+
+
+@rule("trainer.minibatches", "trainer.batch_size", "trainer.group_size")
+def minibatches_are_not_empty(c: Config) -> Iterator[Problem]:
+    answers = c.trainer.batch_size * c.trainer.group_size
+    if c.trainer.minibatches > answers:
+        yield Problem(
+            "trainer.minibatches",
+            f"must be at most batch_size * group_size = {answers} [answers in a batch], got {c.trainer.minibatches}",
+        )
+
+
+@rule("filter.min_success", "filter.max_success")
+def filter_accepts_something(c: Config) -> Iterator[Problem]:
+    if c.filter.min_success > c.filter.max_success:
+        yield Problem(
+            "filter.min_success",
+            f"must be at most filter.max_success = {c.filter.max_success}, got {c.filter.min_success}: "
+            f"every group would be rejected",
+        )
+
+
+@rule("trainer.objective.weight_cap", "trainer.objective.kind")
+def cap_needs_a_weight(c: Config) -> Iterator[Problem]:
+    objective = c.trainer.objective
+    if objective.kind == "naive" and objective.weight_cap is not None:
+        yield Problem(
+            "trainer.objective.weight_cap",
+            "the naive objective has no behaviour weight to cap",
+            "delete weight_cap or set trainer.objective.kind to decoupled",
+        )
+
+
+@rule("mode", "staleness.max_staleness", "rollout.interrupt")
+def mode_wins(c: Config) -> Iterator[Problem]:
+    r = c.resolved()
+    staleness, interrupt = c.staleness.max_staleness, c.rollout.interrupt
+    if "max_staleness" in c.staleness.model_fields_set and r.staleness.max_staleness != staleness:
+        message = f"{staleness} has no effect, mode {c.mode} sets it to {r.staleness.max_staleness}"
+        yield Problem("staleness.max_staleness", message, fatal=False)
+    if "interrupt" in c.rollout.model_fields_set and r.rollout.interrupt != interrupt:
+        yield Problem("rollout.interrupt", f"true has no effect, mode {c.mode} does not interrupt", fatal=False)
+
+
+# -------------------------------------------------------------------------------------------------------- files
+@rule("run_dir")
+def run_dir_can_be_made(c: Config) -> Iterator[Problem]:
+    place = Path(os.path.abspath(c.run_dir))
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir():
+        yield Problem("run_dir", f"{c.run_dir} cannot be a directory, {place} exists and is none", "name another one")
+    elif not os.access(place, os.W_OK | os.X_OK):
+        yield Problem("run_dir", f"{c.run_dir} cannot be made, you may not write in {place}", "name another one")
+
+
+@rule("model.path", "prepare")
+def model_is_there(c: Config) -> Iterator[Problem]:
+    path = Path(c.model.path)
+    if _prepared(c, path):
+        return
+    if not path.is_dir():
+        yield Problem(
+            "model.path",
+            f"no such directory: {path}",
+            "download the model beforehand where there is internet (`hf download NAME --local-dir DIR`), "
+            "or let `prepare` make it",
+        )
+        return
+    wanted = {"config.json": "config.json", "weights": "*.safetensors", "tokenizer": "tokenizer*"}
+    missing = [
+        f"{what} ({name})" if what != name else name for what, name in wanted.items() if not any(path.glob(name))
+    ]
+    if missing:
+        yield Problem("model.path", f"{path} is no Hugging Face model, it lacks {', '.join(missing)}")
+
+
+@rule("data.heldout", "data.train", "prepare")
+def heldout_is_there(c: Config) -> Iterator[Problem]:
+    if c.data.heldout is None:
+        return
+    heldout = Path(c.data.heldout)
+    if not heldout.is_file():
+        yield from _missing_file(c, "data.heldout", heldout)
+    elif heldout.resolve() == Path(c.data.train).resolve():
+        yield Problem("data.heldout", "is the training file, so it measures memory, not skill", fatal=False)
+
+
+@rule("data.prompt_field", "data.id_field")
+def fields_differ(c: Config) -> Iterator[Problem]:
+    if c.data.prompt_field == c.data.id_field:
+        yield Problem("data.id_field", f'must not be the prompt field too, got "{c.data.id_field}"')
+
+
+@rule("data.train", "prepare")
+def train_holds_prompts(c: Config) -> Iterator[Problem]:
+    path = Path(c.data.train)
+    if not path.is_file():
+        yield from _missing_file(c, "data.train", path)
+        return
+    try:
+        if _count_lines(path, at_most=1) == 0:
+            yield Problem("data.train", f"{path} holds no prompt")
+    except (OSError, EOFError, zlib.error) as error:
+        yield Problem("data.train", f"{path} cannot be read: {error}")
+
+
+@rule("trainer.batch_size", "steps", "data.train", "data.epochs", "prepare")
+def enough_prompts(c: Config) -> Iterator[Problem]:
+    path, batch, epochs = Path(c.data.train), c.trainer.batch_size, c.data.epochs
+    if epochs is None or not path.is_file():
+        return
+    try:
+        prompts = _count_lines(path)
+    except (OSError, EOFError, zlib.error):
+        return  # train_holds_prompts says so, unless only the end of the file is torn: the reader names that line
+    if prompts and batch > epochs * prompts:
+        yield Problem(
+            "trainer.batch_size",
+            f"no batch of {batch} prompts will ever be full: {path} holds {prompts}, data.epochs = {epochs}",
+            f"set trainer.batch_size to at most {epochs * prompts} or raise data.epochs",
+        )
+    elif prompts and c.steps * batch > epochs * prompts:
+        yield Problem(
+            "steps",
+            f"the run will end after at most {epochs * prompts // batch} of {c.steps} steps, data set exhausted: "
+            f"{epochs} x {prompts} prompts, {batch} per step",
+            fatal=False,
+        )
+
+
+def _prepared(c: Config, path: Path) -> bool:
+    """`prepare` runs before the ranks start and makes what lies in its directory."""
+    return c.prepare is not None and path.resolve().is_relative_to(Path(c.prepare.directory).resolve())
+
+
+def _missing_file(c: Config, where: str, path: Path) -> Iterator[Problem]:
+    if path.exists():
+        yield Problem(where, f"{path} is not a file")
+    elif not _prepared(c, path):
+        yield Problem(where, f"no such file: {path}", "give the path of a JSONL file, or let `prepare` make it")
+
+
+def _count_lines(path: Path, at_most: int | None = None) -> int:
+    """Lines that are not blank, of a plain or a gzip file; counting stops at `at_most`."""
+    with path.open("rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    count = 0
+    with gzip.open(path) if packed else path.open("rb") as lines:
+        for line in lines:
+            count += bool(line.strip())
+            if count == at_most:
+                break
+    return count
+
+
+# ---------------------------------------------------------------------------------------------------- functions
+@rule("reward.function")
+def reward_function_exists(c: Config) -> Iterator[Problem]:
+    yield from _check_function("reward.function", c.reward.function)
+
+
+@rule("prepare.function")
+def prepare_function_exists(c: Config) -> Iterator[Problem]:
+    if c.prepare is not None:
+        yield from _check_function("prepare.function", c.prepare.function)
+
+
+def _check_function(where: str, text: str) -> Iterator[Problem]:
+    """Problem unless `text` names a function of a module or file that can be found; nothing is imported."""
+    place, _, name = text.rpartition(":")
+    is_file = place.endswith(".py")
+    if not name.isidentifier() or not (is_file or re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", place)):
+        yield Problem(where, f"must look like package.module:function or path/file.py:function, got {text}")
+        return
+    source = _find_source(place, is_file)
+    if source is None:
+        hint = "" if is_file else "install it, add its directory to PYTHONPATH, or write path/file.py:function"
+        yield Problem(where, f"no such {'file' if is_file else 'module'}: {place}", hint)
+    elif source.suffix == ".py":
+        yield from _check_defines(where, source, name)
+
+
+def _find_source(place: str, is_file: bool) -> Path | None:
+    """The file of a module; find_spec alone would import the packages above it."""
+    if is_file:
+        return Path(place) if Path(place).is_file() else None
+    top, *inner = place.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:  # __main__ has no spec
+        return None
+    name = top
+    for part in inner:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        name = f"{name}.{part}"
+        spec = PathFinder.find_spec(name, spec.submodule_search_locations)
+    return Path(spec.origin or "namespace package") if spec is not None else None
+
+
+def _check_defines(where: str, source: Path, name: str) -> Iterator[Problem]:
+    try:
+        tree = ast.parse(source.read_bytes())
+    except (SyntaxError, ValueError) as error:  # ValueError: NUL bytes
+        yield Problem(where, f"{source} is not valid Python: {error}")
+        return
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    if name not in names and not names & {"*", "__getattr__"}:
+        close = difflib.get_close_matches(name, names, n=1)
+        yield Problem(where, f"{source} defines no {name}", f"did you mean {close[0]}?" if close else "")

@@ -1,0 +1,177 @@
+"""What the settings are called, what each may hold, and which one a misspelt name probably meant.
+
+Everything is read from the annotations and the doc strings of config.py, so that a message, the list of legal keys
+and `areal-hpc check --explain` can never disagree with what the configuration accepts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from pydantic.fields import FieldInfo
+
+from areal_hpc.config import Config, Section, Unit
+
+_BASES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "one line of text",
+    bool: "true or false",
+    type(None): "null",
+}
+_BOUNDS = {"gt": "greater than", "ge": "of at least", "lt": "less than", "le": "at most"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of the configuration, or one section of fields.
+
+    Attributes:
+        name: dotted path, for instance `trainer.optimizer.lr`.
+        legal: what it may hold, in words that follow "must be".
+        unit: what a number is counted in, with brackets; empty without a unit.
+        default: as written in YAML; None when the setting is required.
+        doc: its documentation as one line.
+        is_section: it holds settings, not a value.
+    """
+
+    name: str
+    legal: str
+    unit: str
+    default: str | None
+    doc: str
+    is_section: bool
+
+    @property
+    def parent(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def leaf(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def must_be(self) -> str:
+        return f"must be {self.legal}{self.unit and ' ' + self.unit}"
+
+
+@cache
+def settings() -> dict[str, Setting]:
+    """Every setting by its dotted name, a section before what it holds, in the order of config.py."""
+    return {setting.name: setting for setting in _walk(Config, "")}
+
+
+def members(section: str) -> list[Setting]:
+    """The settings directly under a section; "" is the top level."""
+    return [setting for setting in settings().values() if setting.parent == section]
+
+
+def required_under(name: str) -> list[str]:
+    """Dotted names that a file has to give when it gives `name`: the name itself, or what a section requires."""
+    if not settings()[name].is_section:
+        return [name]
+    return [leaf for m in members(name) if m.default is None for leaf in required_under(m.name)]
+
+
+def list_members(section: str) -> str:
+    """The legal keys of a section with their defaults, as one line of text."""
+    return ", ".join(f"{m.leaf}={_shown_default(m)}" for m in members(section))
+
+
+def explain() -> str:
+    """Table of every setting: name, default, what it may hold, unit, and its documentation on a line below."""
+    lines = ["name".ljust(34) + "default".ljust(15) + "what it may hold [unit]"]
+    for s in settings().values():
+        if s.is_section:
+            lines += ["", f"{s.name}: {s.doc}"]
+        else:
+            lines += [f"{s.name:<33} {_shown_default(s):<14} {s.legal} {s.unit}".rstrip(), f"    {s.doc}"]
+    return "\n".join(lines)
+
+
+def nearest(name: str) -> list[str]:
+    """Up to three dotted names that somebody who wrote the unknown `name` may have meant, best first."""
+    wanted = name.lower().replace("-", "_")
+    section, _, leaf = wanted.rpartition(".")
+    scores: dict[str, float] = {}
+    for setting in settings().values():
+        likeness = difflib.SequenceMatcher(None, leaf, setting.leaf).ratio()
+        if f".{setting.name}".endswith(f".{wanted}"):
+            likeness += 1.0
+        elif len(leaf) > 2 and re.search(rf"\b{re.escape(leaf.replace('_', ' '))}\b", setting.doc.lower()):
+            likeness = max(likeness, 0.62)
+        scores[setting.name] = likeness + (0.1 if setting.parent == section else 0.0)
+    good = [n for n, score in scores.items() if score >= max(0.6, max(scores.values()) - 0.2)]
+    return sorted(good, key=lambda n: -scores[n])[:3]
+
+
+def _walk(section: type[Section], prefix: str) -> Iterator[Setting]:
+    hints = get_type_hints(section, include_extras=True)
+    for key, field in section.model_fields.items():
+        name, inner = prefix + key, _section_in(hints[key])
+        yield Setting(
+            name=name,
+            legal=_legal(hints[key]),
+            unit=next((f"[{unit}]" for unit in _units(hints[key])), ""),
+            default=None if field.is_required() else _as_yaml(field.default),
+            doc=" ".join((field.description or "").split()),
+            is_section=inner is not None,
+        )
+        if inner is not None:
+            yield from _walk(inner, name + ".")
+
+
+def _shown_default(setting: Setting) -> str:
+    if setting.is_section:
+        return "{...}"
+    return "(required)" if setting.default is None else setting.default
+
+
+def _as_yaml(value: Any) -> str:
+    if isinstance(value, Section):
+        return "{...}"
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
+
+
+def _is_union(hint: Any) -> bool:
+    return get_origin(hint) in (Union, types.UnionType)
+
+
+def _section_in(hint: Any) -> type[Section] | None:
+    arms = get_args(hint) if _is_union(hint) else (hint,)
+    return next((arm for arm in arms if isinstance(arm, type) and issubclass(arm, Section)), None)
+
+
+def _units(hint: Any) -> Iterator[str]:
+    for part in get_args(hint):
+        if isinstance(part, Unit):
+            yield part.name
+        else:
+            yield from _units(part)
+
+
+def _legal(hint: Any) -> str:
+    if get_origin(hint) is Annotated:
+        base, *extras = get_args(hint)
+        return _legal(base) + _bounds(extras)
+    if _is_union(hint):
+        return " or ".join(_legal(arm) for arm in get_args(hint))
+    if get_origin(hint) is Literal:
+        *first, last = get_args(hint)
+        return f"{', '.join(first)} or {last}" if first else str(last)
+    return _BASES.get(hint, "a mapping of settings")
+
+
+def _bounds(extras: list[Any]) -> str:
+    flat = [m for extra in extras for m in (extra.metadata if isinstance(extra, FieldInfo) else [extra])]
+    words = [f"{word} {getattr(m, bound)}" for m in flat for bound, word in _BOUNDS.items() if hasattr(m, bound)]
+    patterns = [f" matching {m.pattern}" for m in flat if getattr(m, "pattern", None)]
+    lengths = [f" of at most {m.max_length} characters" for m in flat if hasattr(m, "max_length")]
+    return "".join(lengths + patterns) + (" " + " and ".join(words) if words else "")

@@ -1,0 +1,259 @@
+"""Every message between ranks: who sends it to whom, what its fields and arrays mean.
+
+Arrays travel beside the header as raw buffers (codec.py); `ARRAYS` names them with their dtypes. All times are
+seconds on the run clock: the controller's monotonic clock, zero at its start (see `ClockPing`).
+
+The life of one prompt in messages:
+
+    controller --AdmitGroup--> rollout --GroupFinished--> controller --ShipSamples--> rollout --Samples--> trainer
+    controller --TrainBatch--> trainer --StepFinished--> controller --LoadWeights--> rollout --WeightsLoaded--> controller
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from areal_hpc.codec import Message
+
+Purpose = Literal["train", "evaluate"]
+
+
+# ---------------------------------------------------------------------------------------------- start of a run
+class Hello(Message):
+    """Every rank -> controller, first of all: who I think I am."""
+
+    role: str
+    world_size: int
+    host: str
+    pid: int
+    code_version: str
+    config_fingerprint: str
+
+
+class Welcome(Message):
+    """Controller -> every rank: all ranks agree, go on. `single_host`: the whole run is on one machine."""
+
+    single_host: bool = False
+
+
+class ClockPing(Message):
+    """Rank -> controller: my monotonic clock now; answered at once."""
+
+    local_s: float
+
+
+class ClockPong(Message):
+    """Controller -> rank: the run clock when the ping was answered, and the ping's own time."""
+
+    local_s: float
+    run_s: float
+
+
+class StoreAddress(Message):
+    """First trainer -> every other trainer and rollout rank: where the weights group meets."""
+
+    host: str
+    port: int
+
+
+class Ready(Message):
+    """Trainer or rollout rank -> controller: model loaded, process group joined."""
+
+
+# -------------------------------------------------------------------------------------------------- generation
+class AdmitGroup(Message):
+    """Controller -> rollout: sample `num_samples` answers to one prompt.
+
+    `min_version`: the first token must be sampled by this policy version or a newer one.
+    """
+
+    group_id: int
+    prompt_id: str
+    prompt: str
+    metadata: dict[str, Any]
+    num_samples: int
+    min_version: int
+    purpose: Purpose = "train"
+
+
+class Credits(Message):
+    """Rollout -> controller: I can take this many more samples (flow control; first of all for all slots)."""
+
+    num_samples: int
+
+
+class GroupFinished(Message):
+    """Rollout -> controller: all answers of a group are scored; the tokens stay here until told where to go.
+
+    Arrays [num_samples], by sample index: reward (NaN where the outcome is timeout or error), outcome and finish
+    (codes of logschema), num_response [tokens], first/last/mean_version, interruptions, start_s, finish_s.
+    """
+
+    ARRAYS: ClassVar[Mapping[str, str]] = {
+        "reward": "float64",
+        "outcome": "uint8",
+        "finish": "uint8",
+        "num_response": "int32",
+        "first_version": "int32",
+        "last_version": "int32",
+        "mean_version": "float32",
+        "interruptions": "int32",
+        "start_s": "float64",
+        "finish_s": "float64",
+    }
+    group_id: int
+    num_prompt: int
+    purpose: Purpose = "train"
+
+
+class GroupRefused(Message):
+    """Rollout -> controller: this prompt cannot be generated from (too long); reason for a person."""
+
+    group_id: int
+    reason: str
+    purpose: Purpose = "train"
+
+
+class ShipSamples(Message):
+    """Controller -> rollout: send these samples of step `step` to these trainer ranks.
+
+    Arrays [n]: group_id, sample, trainer (world rank). `also_log`: send them to the controller as well.
+    """
+
+    ARRAYS: ClassVar[Mapping[str, str]] = {"group_id": "int64", "sample": "int32", "trainer": "int32"}
+    step: int
+    also_log: bool = False
+
+
+class DropGroups(Message):
+    """Controller -> rollout: forget these groups, running or finished; they will not be trained on."""
+
+    ARRAYS: ClassVar[Mapping[str, str]] = {"group_id": "int64"}
+
+
+class Samples(Message):
+    """Rollout -> trainer (and controller, when tokens are logged): trajectories of one step, concatenated.
+
+    Arrays: group_id, sample, num_prompt, num_response [n]; tokens [sum of P + R]; logprobs, versions [sum of R].
+    """
+
+    ARRAYS: ClassVar[Mapping[str, str]] = {
+        "group_id": "int64",
+        "sample": "int32",
+        "num_prompt": "int32",
+        "num_response": "int32",
+        "tokens": "int32",
+        "logprobs": "float32",
+        "versions": "int32",
+    }
+    step: int
+
+
+# ---------------------------------------------------------------------------------------------------- training
+class TrainBatch(Message):
+    """Controller -> trainer: one training batch.
+
+    Arrays [n] describe the samples of the WHOLE batch, of all trainer ranks: group_id, sample, reward, num_response.
+    `micro_batches[minibatch]` lists this rank's micro-batches as lists of indices into those arrays; their number is
+    the same on every rank. `minibatch_tokens[minibatch]` counts response tokens over all ranks: the denominator.
+    """
+
+    ARRAYS: ClassVar[Mapping[str, str]] = {
+        "group_id": "int64",
+        "sample": "int32",
+        "reward": "float64",
+        "num_response": "int32",
+    }
+    step: int
+    micro_batches: list[list[list[int]]]
+    minibatch_tokens: list[int]
+
+
+class StepFinished(Message):
+    """First trainer -> controller: the step is done, version `version` is on its way to the rollout ranks.
+
+    `skipped`: loss or gradient was not finite, nothing was updated. `stats` as in losses.LossStats, plus grad_norm
+    and lr. `phases`: seconds per phase, the columns of logschema.PHASES.
+    """
+
+    step: int
+    version: int
+    skipped: bool
+    stats: dict[str, float]
+    phases: dict[str, float]
+
+
+class WeightsSent(Message):
+    """First trainer -> controller: the broadcast of a version has left completely."""
+
+    version: int
+    num_bytes: int
+    snapshot_s: float
+    broadcast_s: float
+
+
+class SaveModel(Message):
+    """Controller -> first trainer: training is over, write the model directory."""
+
+
+class ModelSaved(Message):
+    """First trainer -> controller: it is there."""
+
+    path: str
+    seconds: float
+
+
+class LoadWeights(Message):
+    """Controller -> rollout: a broadcast of this version is on its way; take it."""
+
+    version: int
+
+
+class WeightsLoaded(Message):
+    """Rollout -> controller: decoding goes on with this version; what it cost."""
+
+    version: int
+    receive_s: float
+    pause_s: float
+    interrupted: int
+    reprefilled_tokens: int
+
+
+# ------------------------------------------------------------------------------------------- upkeep and the end
+class ActivityReport(Message):
+    """Any rank -> controller, about once a second: what it did. Also a sign of life.
+
+    Arrays [n]: kind (code of logschema), start_s, stop_s.
+    """
+
+    ARRAYS: ClassVar[Mapping[str, str]] = {"kind": "uint8", "start_s": "float64", "stop_s": "float64"}
+
+
+class Event(Message):
+    """Any rank -> controller: something a person may want to know later (drop, retry, time-out, fallback)."""
+
+    kind: str
+    text: str
+
+
+class RankFailed(Message):
+    """Any rank -> controller: I cannot go on; the run ends with this exit code and reason."""
+
+    code: int
+    reason: str
+
+
+class Stop(Message):
+    """Controller -> every rank: finish now; nothing more is expected from you but Farewell."""
+
+    reason: str
+
+
+class Farewell(Message):
+    """Every rank -> controller: my last message."""
+
+
+MESSAGE_TYPES: tuple[type[Message], ...] = tuple(
+    value for value in list(globals().values()) if isinstance(value, type) and issubclass(value, Message) and value is not Message
+)
