@@ -1,0 +1,313 @@
+"""The controller's decisions as a pure state machine: events in, instructions out.
+
+No clock, no messages, no files: `ControllerState.handle(event)` returns what is to be done, and the shell in
+controller.py does it. The unit of counting is the prompt group. A group is
+
+    running -> ready -> taken -> consumed
+         \\-> left (filtered, refused, unscored)    taken -> left (its batch was skipped)
+
+Groups that left are out of the staleness count, so a replacement is admitted at once under a new id.
+With `validate=True` every event is followed by a check of all invariants.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
+
+from areal_hpc.staleness import counted_at_resume, may_admit
+
+
+# ------------------------------------------------------------------------------------------------------ events
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Rollout ranks hold the weights of the first version; admission may begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class CreditsGranted:
+    """A rollout rank can take `num_samples` more samples."""
+
+    rank: int
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDone:
+    """A group is generated and scored: `usable` samples have a reward, `correct` of them are right."""
+
+    group_id: int
+    usable: int
+    correct: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRefusedByRank:
+    """A rollout rank cannot generate from this prompt."""
+
+    group_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTrained:
+    """Trainers are through with the oldest taken batch; `skipped`: nothing was updated."""
+
+    skipped: bool
+
+
+Event = Start | CreditsGranted | GroupDone | GroupRefusedByRank | BatchTrained
+
+
+# ------------------------------------------------------------------------------------------------ instructions
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Send the next prompt to `rank` as group `group_id`."""
+
+    group_id: int
+    rank: int
+    min_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compose:
+    """Make these groups, in this order, the batch of step `step` and have them shipped to the trainers."""
+
+    step: int
+    group_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The rollout rank may forget this group; it is not trained on."""
+
+    group_id: int
+    rank: int
+    why: Literal["filtered", "unscored", "refused", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell the rollout ranks to load policy version `version`."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Nothing more to train on."""
+
+    why: Literal["last step reached", "data set exhausted"]
+
+
+Instruction = Admit | Compose | Leave | Announce | Finish
+
+
+# ------------------------------------------------------------------------------------------------------- state
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the decisions depend on; see config.py for the meaning of each."""
+
+    batch_size: int
+    group_size: int
+    steps: int
+    max_staleness: float
+    order: Literal["admission", "strict"] = "admission"
+    max_running_groups: int | None = None
+    min_success: float = 0.0
+    max_success: float = 1.0
+    min_usable: int = 1
+    num_prompts: int | None = None
+    max_batches_taken: int = 2  # one in training and one whose samples already travel
+
+
+class Credits:
+    """Free places for samples, per rollout rank. The rank with most is the one with least outstanding work."""
+
+    def __init__(self) -> None:
+        self.free: dict[int, int] = {}
+
+    def grant(self, rank: int, num_samples: int) -> None:
+        self.free[rank] = self.free.get(rank, 0) + num_samples
+
+    def take(self, num_samples: int) -> int | None:
+        """Reserve places on one rank, or return None when no rank has that many."""
+        if not self.free:
+            return None
+        rank = max(self.free, key=lambda r: (self.free[r], -r))
+        if self.free[rank] < num_samples:
+            return None
+        self.free[rank] -= num_samples
+        return rank
+
+
+@dataclass(slots=True)
+class ControllerState:
+    """All that the controller knows about groups and versions.
+
+    Attributes:
+        version: newest policy version that rollout ranks have been told to load (i of the rule).
+        admitted: groups ever admitted in this attempt; their ids count on from `next_id`.
+        counted: groups in the staleness count (admitted and not left, earlier attempts included).
+        running, ready: group id -> rollout rank, in admission order.
+        taken: batches handed to the trainers, oldest first.
+    """
+
+    rules: Rules
+    validate: bool = False
+    version: int = 0
+    next_id: int = 0
+    counted: int = 0
+    consumed_batches: int = 0
+    composed: int = 0
+    started: bool = False
+    finished: bool = False
+    prompts_used: int = 0
+    credits: Credits = field(default_factory=Credits)
+    running: dict[int, int] = field(default_factory=dict)
+    ready: dict[int, int] = field(default_factory=dict)
+    taken: list[dict[int, int]] = field(default_factory=list)
+    left: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def resume(cls, rules: Rules, version: int, next_id: int, prompts_used: int = 0, validate: bool = False) -> ControllerState:
+        """State of a run that goes on at `version`: v * B groups are counted as consumed (AReaL issue 1388)."""
+        state = cls(rules, validate=validate, version=version, next_id=next_id, prompts_used=prompts_used)
+        state.counted = counted_at_resume(version, rules.batch_size, 0)
+        state.consumed_batches = state.composed = version
+        return state
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take one event, return what is to be done, in this order."""
+        out: list[Instruction] = []
+        match event:
+            case Start():
+                self.started = True
+            case CreditsGranted(rank, num_samples):
+                self.credits.grant(rank, num_samples)
+            case GroupDone(group_id, usable, correct):
+                self._group_done(group_id, usable, correct, out)
+            case GroupRefusedByRank(group_id):
+                self._leave(group_id, self.running.pop(group_id), "refused", out)
+            case BatchTrained(skipped):
+                self._batch_trained(skipped, out)
+        if self.started and not self.finished:
+            self._compose(out)
+            self._admit(out)
+            self._finish(out)
+        if self.validate:
+            self.check()
+        return out
+
+    # ------------------------------------------------------------------------------------------ what happened
+    def _group_done(self, group_id: int, usable: int, correct: int, out: list[Instruction]) -> None:
+        rank = self.running.pop(group_id)
+        if usable < self.rules.min_usable:
+            self._leave(group_id, rank, "unscored", out)
+        elif not self.rules.min_success <= correct / usable <= self.rules.max_success:
+            self._leave(group_id, rank, "filtered", out)
+        else:
+            self.ready[group_id] = rank
+
+    def _leave(self, group_id: int, rank: int, why: Literal["filtered", "unscored", "refused", "skipped"], out: list[Instruction]) -> None:
+        self.counted -= 1
+        self.left[why] += 1
+        out.append(Leave(group_id, rank, why))
+
+    def _batch_trained(self, skipped: bool, out: list[Instruction]) -> None:
+        batch = self.taken.pop(0)
+        if skipped:
+            # The version stands still, so these groups must leave the count or eta = 0 would wait for ever.
+            for group_id, rank in batch.items():
+                self._leave(group_id, rank, "skipped", out)
+            return
+        self.consumed_batches += 1
+        self.version += 1
+        out.append(Announce(self.version))
+
+    # ------------------------------------------------------------------------------------------- what follows
+    def _next_batch(self) -> list[int] | None:
+        """The B oldest ready groups; in strict order only if no older group is still running."""
+        if len(self.ready) < self.rules.batch_size:
+            return None
+        oldest = sorted(self.ready)[: self.rules.batch_size]
+        if self.rules.order == "strict" and self.running and min(self.running) < oldest[-1]:
+            return None
+        return oldest
+
+    def _compose(self, out: list[Instruction]) -> None:
+        while len(self.taken) < self.rules.max_batches_taken:
+            batch = self._next_batch()
+            if batch is None:
+                return
+            self.taken.append({group_id: self.ready.pop(group_id) for group_id in batch})
+            self.composed += 1
+            out.append(Compose(self.composed, tuple(batch)))
+
+    def _prompts_left(self) -> bool:
+        return self.rules.num_prompts is None or self.prompts_used < self.rules.num_prompts
+
+    def _may_admit(self) -> bool:
+        rules = self.rules
+        cap = math.inf if rules.max_running_groups is None else rules.max_running_groups
+        return (
+            len(self.running) < cap
+            and self.counted < rules.steps * rules.batch_size
+            and self._prompts_left()
+            and may_admit(self.counted + 1, rules.batch_size, self.version, rules.max_staleness)
+        )
+
+    def _admit(self, out: list[Instruction]) -> None:
+        while self._may_admit():
+            rank = self.credits.take(self.rules.group_size)
+            if rank is None:
+                return
+            group_id = self.next_id
+            self.next_id += 1
+            self.counted += 1
+            self.prompts_used += 1
+            self.running[group_id] = rank
+            out.append(Admit(group_id, rank, self.version))
+
+    def _finish(self, out: list[Instruction]) -> None:
+        if self.version >= self.rules.steps:
+            self.finished = True
+            out.append(Finish("last step reached"))
+        elif not self._prompts_left() and not self.running and not self.taken:
+            self.finished = True
+            out.append(Finish("data set exhausted"))
+
+    # -------------------------------------------------------------------------------------------- for people
+    def outstanding(self) -> dict[int, int]:
+        """Group id -> rollout rank of everything admitted, not consumed and not left."""
+        groups = self.running | self.ready
+        for batch in self.taken:
+            groups |= batch
+        return groups
+
+    def waiting_for(self) -> str:
+        """One line that explains why no step is being trained, for deadlines and status."""
+        rules = self.rules
+        left = ", ".join(f"{n} {why}" for why, n in sorted(self.left.items())) or "none left the count"
+        return (
+            f"version {self.version}: {len(self.ready)} of {rules.batch_size} groups ready, {len(self.running)} running, "
+            f"{len(self.taken)} batches with the trainers, {left}"
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError when an invariant does not hold; for tests and replays."""
+        rules = self.rules
+        taken = [group_id for batch in self.taken for group_id in batch]
+        everything = [*self.running, *self.ready, *taken]
+        assert len(everything) == len(set(everything)), "a group is in two places"
+        assert self.counted == len(everything) + self.consumed_batches * rules.batch_size, "the staleness count is off"
+        assert all(len(batch) == rules.batch_size for batch in self.taken), "a taken batch has not B groups"
+        assert all(free >= 0 for free in self.credits.free.values()), "more samples on a rank than it has places"
+        assert len(everything) <= (rules.max_staleness + 1) * rules.batch_size, "more groups outstanding than (eta + 1) B"
+        assert self.version == self.consumed_batches, "version and consumed batches differ"
+        assert len(self.taken) <= rules.max_batches_taken
+        if rules.max_running_groups is not None:
+            assert len(self.running) <= rules.max_running_groups, "more groups running than allowed"
+        if rules.order == "strict" and taken and self.running:
+            assert max(taken) < min(self.running), "strict order: a group was overtaken"
