@@ -1,0 +1,79 @@
+"""`areal-hpc check CONFIG [a.b=value ...] [--explain]`: is this configuration usable, and what does it come to?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from areal_hpc.config import Config
+from areal_hpc.configcheck import Checked, ConfigErrors, check_config
+from areal_hpc.configschema import explain
+from areal_hpc.exits import Exit
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print what is wrong with a configuration (to stderr, exit code 2) or the facts that matter (exit code 0)."""
+    options = _parser().parse_intermixed_args(list(argv))
+    if options.explain:
+        print(explain())
+        return Exit.DONE
+    if options.config is None:
+        print("areal-hpc check: name a configuration file, or --explain for all settings", file=sys.stderr)
+        return Exit.CONFIG
+    try:
+        checked = check_config(Path(options.config), options.overrides)
+    except ConfigErrors as errors:
+        print(errors.render(), file=sys.stderr)
+        return Exit.CONFIG
+    print(f"{options.config} is fine")
+    print(facts(checked))
+    return Exit.DONE
+
+
+def facts(checked: Checked) -> str:
+    """What the run comes to once the mode is written out, with the warnings below."""
+    config = checked.config.resolved()
+    rows = [
+        ("run", f"{config.name} in {config.run_dir}"),
+        ("mode", _mode(config)),
+        (
+            "ranks",
+            f"{config.world_size} = 1 controller + {config.trainer.ranks} trainer + {config.rollout.ranks} rollout",
+        ),
+        ("batch", _batch(config)),
+        ("length", f"{config.steps:,} steps = policy versions" + _epochs(config)),
+    ]
+    lines = [f"  {name:<8} {text}" for name, text in rows]
+    return "\n".join(lines + [f"  warning  {warning}" for warning in checked.warnings])
+
+
+def _mode(config: Config) -> str:
+    limit = config.staleness.max_staleness
+    staleness = "no limit of staleness" if limit == "inf" else f"max_staleness {limit}"
+    updates = "interrupt generation" if config.rollout.interrupt else "wait for running sequences"
+    return f"{config.mode}: {staleness}, new weights {updates}"
+
+
+def _batch(config: Config) -> str:
+    answers = config.trainer.batch_size * config.trainer.group_size
+    return (
+        f"{config.trainer.batch_size:,} prompts x {config.trainer.group_size} answers of at most "
+        f"{config.max_sequence_tokens:,} tokens = at most {answers * config.max_sequence_tokens:,} tokens"
+    )
+
+
+def _epochs(config: Config) -> str:
+    return "" if config.data.epochs is None else f", or the end of data.epochs = {config.data.epochs}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="areal-hpc check",
+        description="Check a configuration without starting anything; exit code 2 if it is not usable.",
+    )
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that replace those of the file")
+    parser.add_argument("--explain", action="store_true", help="list every setting with its default and meaning")
+    return parser

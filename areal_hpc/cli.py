@@ -1,0 +1,40 @@
+"""The command line: `areal-hpc COMMAND ...`. Each command is one function of its arguments, imported when used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from areal_hpc import __version__
+from areal_hpc.exits import Exit
+
+COMMANDS = {
+    "run": ("areal_hpc.launch", "run a configuration on this machine"),
+    "check": ("areal_hpc.check", "check a configuration and explain every field"),
+    "bench": ("areal_hpc.bench.menu", "measure this machine: wire, weights, engine, packing, log"),
+}
+
+
+def usage() -> str:
+    lines = [f"areal-hpc {__version__}: asynchronous RL for language models in one MPI world", "", "usage: areal-hpc COMMAND ...", ""]
+    lines += [f"  {name:<8} {what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if arguments else int(Exit.CONFIG)
+    if arguments[0] == "--version":
+        print(__version__)
+        return 0
+    name = arguments[0]
+    if name not in COMMANDS:
+        print(f"areal-hpc: no command {name!r}\n\n{usage()}", file=sys.stderr)
+        return int(Exit.CONFIG)
+    return importlib.import_module(COMMANDS[name][0]).main(arguments[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

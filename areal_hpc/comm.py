@@ -1,0 +1,409 @@
+"""One MPI world: typed messages from any rank to any other, without a blocking call.
+
+The only file that imports mpi4py. Buffers only (capital-letter calls), host memory only, and no collective after the
+start, so that a lost rollout rank stops nobody where the MPI library lets its neighbours live.
+
+Nothing happens behind the caller's back: messages move while `progress`, `poll`, `recv` or `flush` runs. A rank that
+computes for long calls `progress()` now and then. Waiting is probing with a sleep that grows with the time waited: a
+blocking MPI receive spins, and spinning ranks starve each other where there are more ranks than cores.
+
+Two tags. TAG_FRAME carries a frame (codec.py), with its payload if that is small. Chunks and trailer of a large payload
+follow on TAG_PAYLOAD; MPI keeps the order per source and tag, so the receiver posts them all when the frame is there.
+
+Healthy end: every rank calls `close()`, which flushes and finalizes MPI within a deadline. Any other end: `abort(code)`
+takes the whole world down with that exit code; leaving a `with World(...)` block by an exception does it.
+
+Departs from AReaL, whose services talk HTTP.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar, final
+
+import mpi4py
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_hpc.codec import Arrays, Codec, CodecError, Frame, Incoming, Message, Payload, SequenceCheck, pack_trailer
+from areal_hpc.warm_blocks import WarmBlocks
+
+mpi4py.rc.initialize = False  # importing this file starts nothing; World does
+mpi4py.rc.finalize = False
+from mpi4py import MPI
+
+T = TypeVar("T")
+
+TAG_FRAME = 1
+TAG_PAYLOAD = 2
+
+MIN_SLEEP_S = 50e-6
+MAX_SLEEP_S = 20e-3
+START_S = 300.0
+STALL_S = 120.0
+EXIT_S = 15.0
+HELD_BYTES = 4 * 1024**3
+HELD_MESSAGES = 4096
+
+
+class CommError(RuntimeError):
+    """MPI, or a peer, failed."""
+
+
+class DeadlineExceeded(CommError, TimeoutError):
+    """What was waited for did not happen in time; the text says what, and who was last heard."""
+
+
+@dataclass(frozen=True)
+class Received:
+    """One message as it arrived. Arrays are writable and belong to the receiver."""
+
+    source: int
+    message: Any
+    arrays: dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A message on its way out. Keeps its buffers alive until MPI has read them."""
+
+    dest: int
+    name: str
+    frame: Frame
+    requests: list[MPI.Request]
+    posted_s: float
+
+
+@dataclass
+class Arrival:
+    """A message on its way in: its frame, then the parts (chunks, trailer) of a large payload."""
+
+    source: int
+    frame: NDArray[np.uint8]
+    request: MPI.Request
+    incoming: Incoming | None = None
+    wanted: bool = True
+    arrays: dict[str, NDArray[Any]] | None = None
+    payload: Payload | None = None
+    parts: list[Any] = field(default_factory=list)
+    requests: list[MPI.Request] = field(default_factory=list)
+    num_parts: int = 0
+    idle_s: float = 0.0
+
+    def post(self, comm: MPI.Comm, payload: Payload) -> None:
+        """Post the receives of all parts, hashing chunks that are there already while they are in the cache."""
+        self.payload = payload
+        self.parts = [*payload.chunks, bytearray(payload.trailer_bytes)]
+        for part in self.parts:
+            self.requests.append(comm.Irecv([part, MPI.BYTE], self.source, TAG_PAYLOAD))
+            self.take()
+
+    def take(self) -> bool:
+        """Take the parts that have come, in order; True if there was one. Raises CodecError on a part that differs."""
+        assert self.payload is not None
+        before = self.num_parts
+        status = MPI.Status()
+        while self.num_parts < len(self.requests) and self.requests[self.num_parts].Test(status):
+            size, expected = status.Get_count(MPI.BYTE), len(self.parts[self.num_parts])
+            if size != expected:
+                raise CodecError(f"payload part {self.num_parts} has {size} bytes, expected {expected}")
+            if self.num_parts < len(self.payload.chunks):
+                self.payload.arrived(self.num_parts)
+            self.num_parts += 1
+        if self.arrays is None and self.num_parts == len(self.parts):
+            self.arrays = self.payload.finish(self.parts[-1])
+        return self.num_parts > before
+
+    def __str__(self) -> str:
+        name = type(self.incoming.message).__name__ if self.incoming else "a frame"
+        return f"{name} from rank {self.source}, {self.num_parts} of {len(self.parts)} payload parts here"
+
+
+@final
+class World:
+    """All ranks of the job, and this one's messages to and from them.
+
+    Args:
+        codec: the messages that may travel; the same on every rank.
+        attempt: the Slurm attempt; messages of another one are ignored and counted in `check.stale`.
+        stall_s: an arrival that stands still this long while this rank waits for it is an error.
+        held_bytes: large payloads held for the caller; more are left with their senders until `poll` takes some.
+
+    Attributes:
+        comm: the communicator itself, for benchmarks and tests that need raw MPI.
+        library: name and version of the MPI library.
+    """
+
+    def __init__(self, codec: Codec, attempt: int, *, stall_s: float = STALL_S, held_bytes: int = HELD_BYTES) -> None:
+        if not MPI.Is_initialized():
+            MPI.Init_thread()
+        self.codec = codec
+        self.attempt = attempt
+        self.check = SequenceCheck(attempt)
+        self.rank: int = MPI.COMM_WORLD.Get_rank()
+        self.size: int = MPI.COMM_WORLD.Get_size()
+        self.library = MPI.Get_library_version().strip().split("\n")[0].strip()
+        self._stall_s = stall_s
+        self._held_limit = held_bytes
+        self._held_bytes = 0
+        self._next_sequence: dict[int, int] = {}
+        self._outbox: list[Parcel] = []
+        self._arriving: dict[int, deque[Arrival]] = {}
+        self._ready: deque[Received] = deque()
+        self._blocks = WarmBlocks()
+        self._moved = False
+        self._heard = "nothing heard yet from anybody"
+        self._heard_s = self._progressed_s = time.monotonic()
+        self.comm, request = MPI.COMM_WORLD.Idup()
+        self._wait(request.Test, START_S, f"all {self.size} ranks to start")
+        self.comm.Set_errhandler(MPI.ERRORS_RETURN)
+
+    # ------------------------------------------------------------------------------------------------- sending
+    def send(self, dest: int, message: Message, arrays: Arrays | None = None) -> None:
+        """Hand a message over; returns at once. `flush` tells when everything has left.
+
+        Arrays of a payload above the codec's inline size are not copied: do not change them until they have left.
+        Messages from one rank to another arrive in the order of sending. To itself a rank may send as well.
+
+        Raises CodecError when message and arrays do not fit the schema, CommError when MPI refuses.
+        """
+        if not 0 <= dest < self.size:
+            raise CommError(f"rank {self.rank}: no rank {dest} in a world of {self.size}")
+        sequence = self._next_sequence.get(dest, 0)
+        frame = self.codec.encode(message, arrays, source=self.rank, sequence=sequence, attempt=self.attempt)
+        self._next_sequence[dest] = sequence + 1
+        if dest == self.rank:
+            incoming, copies = self.codec.decode(frame.joined())
+            self._held_bytes += incoming.envelope.payload_bytes
+            self._ready.append(Received(dest, incoming.message, copies))
+            return
+        with self._blame(dest, "to"):
+            self._post(dest, type(message).__name__, frame)
+
+    def _post(self, dest: int, name: str, frame: Frame) -> None:
+        requests: list[MPI.Request] = []
+        self._outbox.append(Parcel(dest, name, frame, requests, time.monotonic()))
+
+        def post(part: bytes | memoryview, tag: int) -> None:
+            requests.append(self.comm.Isend([part, MPI.BYTE], dest, tag))
+
+        if frame.inline:
+            post(frame.joined(), TAG_FRAME)
+            return
+        post(frame.header, TAG_FRAME)
+        chunks = frame.chunks()
+        for chunk in chunks:
+            post(chunk, TAG_PAYLOAD)
+        crcs = []
+        for index, chunk in enumerate(chunks):  # hashed while the other side takes the first ones
+            crcs.append(frame.crc(index, chunk))
+            requests[-1].Test()
+        post(pack_trailer(crcs), TAG_PAYLOAD)
+
+    def unsent(self) -> list[tuple[int, str, float]]:
+        """(destination, message type, seconds since it was posted) of everything that has not left yet."""
+        now = time.monotonic()
+        return [(parcel.dest, parcel.name, now - parcel.posted_s) for parcel in self._outbox]
+
+    def flush(self, timeout_s: float) -> None:
+        """Return when all messages have left. Raises DeadlineExceeded naming those that have not."""
+
+        def sent() -> bool:
+            self.progress()
+            return not self._outbox
+
+        self._wait(sent, timeout_s, "its messages to leave")
+
+    # ----------------------------------------------------------------------------------------------- receiving
+    def poll(self) -> Received | None:
+        """The next complete message from anybody, or None; never waits.
+
+        Raises CodecError naming the peer whose bytes do not fit, DeadlineExceeded when an arrival has stalled.
+        """
+        self.progress()
+        if not self._ready:
+            return None
+        received = self._ready.popleft()
+        self._held_bytes -= sum(array.nbytes for array in received.arrays.values())
+        return received
+
+    def recv(self, timeout_s: float) -> Received:
+        """The next message from anybody. Raises DeadlineExceeded saying who was last heard, else as `poll`."""
+        return self._wait(self.poll, timeout_s, "a message")
+
+    def progress(self) -> None:
+        """Move messages in both directions without waiting."""
+        now = time.monotonic()
+        # Only time spent here counts as waiting for a peer: a rank that computed for minutes has not waited.
+        waited_s, self._progressed_s = min(1.0, now - self._progressed_s), now
+        self._outbox = [parcel for parcel in self._outbox if not self._has_left(parcel)]
+        while len(self._ready) + sum(map(len, self._arriving.values())) < HELD_MESSAGES:
+            status = MPI.Status()
+            matched = self.comm.Improbe(MPI.ANY_SOURCE, TAG_FRAME, status)
+            if matched is None:
+                break
+            self._match(matched, status)
+        for source, queue in list(self._arriving.items()):
+            with self._blame(source, "from"):
+                while queue and self._advance(queue[0], waited_s):
+                    queue.popleft()
+            if not queue:
+                del self._arriving[source]
+
+    def _has_left(self, parcel: Parcel) -> bool:
+        with self._blame(parcel.dest, "to"):
+            left = MPI.Request.Testall(parcel.requests)
+        self._moved |= left
+        return left
+
+    def _match(self, matched: MPI.Message, status: MPI.Status) -> None:
+        source, num_bytes = status.Get_source(), status.Get_count(MPI.BYTE)
+        with self._blame(source, "from"):
+            if num_bytes > self.codec.max_frame_bytes:
+                raise CodecError(f"frame of {num_bytes} bytes, limit {self.codec.max_frame_bytes}")
+            frame = np.empty(num_bytes, np.uint8)
+            arrival = Arrival(source, frame, matched.Irecv([frame, MPI.BYTE]))
+        # Behind earlier messages of the same source: order is kept, and payload receives are posted in that order.
+        self._arriving.setdefault(source, deque()).append(arrival)
+
+    def _advance(self, arrival: Arrival, waited_s: float) -> bool:
+        """Go on with an arrival; True when it is complete and delivered."""
+        if (arrival.incoming is None and not self._open(arrival)) or not self._collect(arrival):
+            arrival.idle_s += waited_s
+            if arrival.idle_s > self._stall_s:
+                raise DeadlineExceeded(f"rank {self.rank}: nothing more came for {self._stall_s:.1f} s: {arrival}")
+            return False
+        assert arrival.incoming is not None and arrival.arrays is not None
+        if arrival.wanted:
+            self._ready.append(Received(arrival.source, arrival.incoming.message, arrival.arrays))
+        else:
+            self._held_bytes -= arrival.incoming.envelope.payload_bytes
+        return True
+
+    def _open(self, arrival: Arrival) -> bool:
+        """Decode the frame if it is here."""
+        if not arrival.request.Test():
+            return False
+        incoming = self.codec.decode_header(arrival.frame.data)
+        envelope = incoming.envelope
+        if envelope.source != arrival.source:
+            raise CodecError(f"the envelope names rank {envelope.source} as its source")
+        arrival.wanted = self.check.accept(envelope)
+        arrival.incoming = incoming
+        if envelope.chunk_bytes == 0:
+            arrival.arrays = self.codec.unpack(incoming, arrival.frame.data)
+            self._held_bytes += envelope.payload_bytes
+        self._heard, self._heard_s = f"{type(incoming.message).__name__} from rank {arrival.source}", time.monotonic()
+        self._moved = True
+        return True
+
+    def _collect(self, arrival: Arrival) -> bool:
+        """Take what is here of a large payload; True when the arrays are complete."""
+        if arrival.arrays is not None:
+            return True
+        assert arrival.incoming is not None
+        size = arrival.incoming.envelope.payload_bytes
+        if arrival.payload is None:
+            if self._held_bytes and self._held_bytes + size > self._held_limit:
+                arrival.idle_s = 0.0  # not the sender's fault: `poll` makes room
+                return False
+            self._held_bytes += size
+            arrival.post(self.comm, Payload(arrival.incoming, self._blocks.take))
+            self._moved = True
+        if arrival.take():
+            arrival.idle_s, self._moved = 0.0, True
+        return arrival.arrays is not None
+
+    # ------------------------------------------------------------------------------------------------- waiting
+    def _wait(self, look: Callable[[], T | None], timeout_s: float, what: str) -> T:
+        """Call `look` until it returns something true, sleeping between two calls, longer the longer nothing moves."""
+        start = quiet_since = time.monotonic()
+        while not (result := look()):
+            now = time.monotonic()
+            if now - start >= timeout_s:
+                raise DeadlineExceeded(f"rank {self.rank} waited {now - start:.1f} s for {what}; {self._situation()}")
+            if self._moved:
+                self._moved, quiet_since = False, now
+            # A fraction of the time waited: a long wait costs no CPU, and no wait is prolonged by more than that.
+            time.sleep(min(MAX_SLEEP_S, max(MIN_SLEEP_S, (now - quiet_since) / 16)))
+        return result
+
+    def _situation(self) -> str:
+        """What a person needs to know about a wait that was too long."""
+        parts = [f"{self._heard}, {time.monotonic() - self._heard_s:.1f} s ago"]
+        parts += [f"arriving: {queue[0]}" for queue in self._arriving.values()]
+        parts += [f"unsent: {name} to rank {dest}, posted {age_s:.1f} s ago" for dest, name, age_s in self.unsent()[:5]]
+        return "; ".join(parts)
+
+    @contextmanager
+    def _blame(self, peer: int, direction: str) -> Iterator[None]:
+        """Put this rank and the peer in front of what went wrong."""
+        where = f"rank {self.rank}: message {direction} rank {peer}"
+        try:
+            yield
+        except CodecError as error:
+            raise CodecError(f"{where}: {error}") from None
+        except MPI.Exception as error:
+            if error.Get_error_class() == MPI.ERR_TRUNCATE:
+                raise CodecError(f"{where}: more bytes arrived than its envelope announced") from error
+            raise CommError(f"{where}: {error.Get_error_string()}") from error
+
+    # ----------------------------------------------------------------------------------------------------- end
+    def close(self, timeout_s: float = EXIT_S, exit_code: int = 0) -> None:
+        """Let all messages leave and finalize MPI; every rank calls it.
+
+        A lost rank can make MPI_Finalize wait for ever: after `timeout_s` the process says so and exits with
+        `exit_code`, which should be the one it would have ended with.
+        """
+        if MPI.Is_finalized():
+            return
+        try:
+            self.flush(timeout_s)
+        except DeadlineExceeded as error:
+            print(f"areal-hpc: closing with unsent messages: {error}", file=sys.stderr, flush=True)
+        finalized = _exit_unless_done(timeout_s, exit_code, f"rank {self.rank}: MPI_Finalize")
+        MPI.Finalize()
+        finalized.set()
+
+    def abort(self, code: int) -> NoReturn:
+        """End every rank of the world with this exit code, at once."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        _exit_unless_done(EXIT_S, code, f"rank {self.rank}: MPI_Abort")
+        MPI.COMM_WORLD.Abort(code)
+        os._exit(code)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        traceback.print_exception(kind, error, trace)
+        code = getattr(error, "code", 1)  # SystemExit and RunError bring one
+        self.abort(code if isinstance(code, int) else 1)
+
+
+def _exit_unless_done(timeout_s: float, code: int, what: str) -> threading.Event:
+    """Watch over a call that may never return: after `timeout_s` the process ends hard, unless the event is set."""
+    done = threading.Event()
+
+    def watch() -> None:
+        if not done.wait(timeout_s):
+            print(f"areal-hpc: {what} did not return within {timeout_s:.0f} s", file=sys.stderr, flush=True)
+            os._exit(code)
+
+    threading.Thread(target=watch, name="exit-watch", daemon=True).start()
+    return done

@@ -1,0 +1,1 @@
+"""The built-in demo: a tiny model that learns to write out its reasoning."""

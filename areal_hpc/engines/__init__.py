@@ -1,0 +1,1 @@
+"""Generation engines: one protocol (base.py), one file per engine."""

@@ -1,0 +1,178 @@
+"""`areal-hpc run`: prepare, start all ranks of a run on this machine under mpiexec, watch over them until the end."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from areal_hpc.config import Config, PrepareConfig
+from areal_hpc.configcheck import ConfigErrors, load_config
+from areal_hpc.exits import MEANING, Exit
+from areal_hpc.liveview import LiveView
+from areal_hpc.rundir import RunDir, read_json, write_json
+
+KILL_AFTER_S = 5.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """`areal-hpc run CONFIG [a.b=value ...]`"""
+    if not argv or argv[0].startswith("-"):
+        print("usage: areal-hpc run CONFIG.yaml [a.b=value ...]", file=sys.stderr)
+        return int(Exit.CONFIG)
+    began_s = time.monotonic()
+    try:
+        config = load_config(Path(argv[0]), argv[1:]).resolved()
+        if config.prepare is not None:
+            prepare(config.prepare)
+            load_config(Path(argv[0]), argv[1:])
+        mpiexec = find_mpiexec()
+    except ConfigErrors as error:
+        print(error.render(), file=sys.stderr)
+        return int(Exit.CONFIG)
+    except LaunchError as error:
+        print(f"areal-hpc: {error}", file=sys.stderr)
+        return int(Exit.CONFIG)
+    run_dir = RunDir.next_attempt(Path(config.run_dir))
+    run_dir.config.write_text(config.to_yaml())
+    shutil.copy(run_dir.config, run_dir.attempt_dir / "config.resolved.yaml")
+    print(f"run directory {run_dir.root}, attempt {run_dir.attempt}: 1 controller, "
+          f"{config.trainer.ranks} trainer, {config.rollout.ranks} rollout ranks, mode {config.mode}", flush=True)
+    return LocalRun(config, run_dir, command_line(mpiexec, config, run_dir)).watch(began_s)
+
+
+class LaunchError(Exception):
+    """Nothing was started; the text says what to do."""
+
+
+def prepare(settings: PrepareConfig) -> None:
+    """Call the configured function with its directory; it returns at once when all is there already."""
+    load_function(settings.function)(Path(settings.directory))
+
+
+def load_function(name: str) -> Callable[..., object]:
+    """`package.module:function` or `/path/file.py:function`."""
+    module_name, _, function = name.rpartition(":")
+    if module_name.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(Path(module_name).stem, module_name)
+        if spec is None or spec.loader is None:
+            raise LaunchError(f"cannot load {module_name}")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(module_name)
+    return getattr(module, function)
+
+
+def find_mpiexec() -> str:
+    """The mpiexec of this Python environment, else the one on PATH."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise LaunchError("no mpiexec in this environment or on PATH; `pip install mpich` brings one that needs no root")
+    return found
+
+
+def command_line(mpiexec: str, config: Config, run_dir: RunDir) -> list[str]:
+    """One MPI world of two components, in rank order: controller and trainers, then rollouts."""
+
+    def component(name: str, ranks: int) -> list[str]:
+        rank = [sys.executable, "-m", "areal_hpc.rank", "--run-dir", str(run_dir.root), "--attempt", str(run_dir.attempt)]
+        return ["-n", str(ranks), *rank, "--component", name]
+
+    return [mpiexec, *component("trainer", 1 + config.trainer.ranks), ":", *component("rollout", config.rollout.ranks)]
+
+
+def environment() -> dict[str, str]:
+    """What the ranks see; the last lines let Open MPI run more ranks than cores, and as root in a container."""
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+
+
+class LocalRun:
+    """The mpiexec process of one attempt, in a session of its own, so that Ctrl-C reaches the controller alone."""
+
+    def __init__(self, config: Config, run_dir: RunDir, command: list[str]) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.command = command
+        self.asked_s: float | None = None
+
+    def watch(self, began_s: float) -> int:
+        """Run to the end; returns the exit code of the run."""
+        view = LiveView(self.run_dir, self.config.steps)
+        process = subprocess.Popen(
+            self.command, env=environment(), start_new_session=True, stdin=subprocess.DEVNULL, stdout=view.stdout
+        )
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda n, _: self.ask_to_stop(n))
+        try:
+            with view.attached(process):
+                while process.poll() is None:
+                    view.refresh(0.1)
+                    if self.asked_s is not None and time.monotonic() - self.asked_s > self.config.deadlines.exit_s:
+                        kill_session(process)
+        finally:
+            kill_session(process)
+        return self.conclude(process.returncode, began_s, view)
+
+    def ask_to_stop(self, number: int) -> None:
+        """Pass the signal to the controller; a second one, or silence for `deadlines.exit_s`, ends everything."""
+        if self.asked_s is not None:
+            self.asked_s = float("-inf")
+            return
+        self.asked_s = time.monotonic()
+        status = read_json(self.run_dir.status)
+        if status.get("attempt") == self.run_dir.attempt and status.get("controller_host") == socket.gethostname():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(status["controller_pid"], number)
+        else:
+            self.asked_s = float("-inf")
+
+    def conclude(self, returncode: int, began_s: float, view: LiveView) -> int:
+        """Say why it ended and where to look; complete the summary with what only the launcher knows."""
+        status = read_json(self.run_dir.status)
+        code = status.get("exit_code") if status.get("attempt") == self.run_dir.attempt else None
+        if code is None:
+            why = "stopped before it began" if self.asked_s is not None else f"mpiexec ended with code {returncode} and no reason"
+            code = Exit.INTERRUPTED if self.asked_s is not None else returncode if 0 < returncode < 128 else Exit.FAILED
+        else:
+            why = status["why_ended"]
+        if code == Exit.DONE:
+            summary = read_json(self.run_dir.summary) | {"total_s": round(time.monotonic() - began_s, 1)}
+            write_json(self.run_dir.summary, summary)
+            view.show_summary(summary)
+        else:
+            meaning = MEANING.get(Exit(code), "") if code in set(Exit) else ""
+            print(f"areal-hpc: run ended with code {int(code)} ({meaning}): {why}\n"
+                  f"areal-hpc: logs of all ranks are in {self.run_dir.attempt_dir}", file=sys.stderr, flush=True)
+        return int(code)
+
+
+def kill_session(process: subprocess.Popen[bytes]) -> None:
+    """End what is left of the session of mpiexec: TERM, then KILL."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_AFTER_S)
+    process.wait()

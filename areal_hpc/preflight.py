@@ -1,0 +1,146 @@
+"""The first messages of a run: every rank proves that it belongs to the same run, and learns the run clock.
+
+A disagreement, or a world of the wrong size, ends the job at once with both values in one line.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import TypeVar
+
+from areal_hpc import __version__
+from areal_hpc.comm import DeadlineExceeded, Received, World
+from areal_hpc.config import Config
+from areal_hpc.exits import Exit, RunError
+from areal_hpc.codec import Message
+from areal_hpc.messages import ClockPing, ClockPong, Hello, Welcome
+
+CONTROLLER = 0
+M = TypeVar("M", bound=Message)
+
+
+class RunClock:
+    """Seconds since the start of the run on the controller's monotonic clock, from any rank."""
+
+    def __init__(self, zero_s: float) -> None:
+        self.zero_s = zero_s
+
+    def now(self) -> float:
+        return time.monotonic() - self.zero_s
+
+    def at(self, monotonic_s: float) -> float:
+        """The run time of a reading of this rank's own time.monotonic()."""
+        return monotonic_s - self.zero_s
+
+
+def role_of(rank: int, config: Config) -> str:
+    """World order: controller, trainers, rollouts."""
+    if rank == CONTROLLER:
+        return "controller"
+    return "trainer" if rank <= config.trainer.ranks else "rollout"
+
+
+def trainer_ranks(config: Config) -> list[int]:
+    return list(range(1, 1 + config.trainer.ranks))
+
+
+def rollout_ranks(config: Config) -> list[int]:
+    return list(range(1 + config.trainer.ranks, config.world_size))
+
+
+def check_world(world: World, config: Config, component: str | None) -> None:
+    """Compare what the launcher gave this process with the configuration, before anything else.
+
+    Raises:
+        RunError: PREFLIGHT, with both values.
+    """
+    if world.size != config.world_size:
+        singleton = " (each process is alone: the launcher and the MPI library do not fit)" if world.size == 1 else ""
+        raise RunError(
+            Exit.PREFLIGHT,
+            f"the MPI world has {world.size} ranks but the configuration needs {config.world_size}{singleton}: "
+            f"1 controller + {config.trainer.ranks} trainer + {config.rollout.ranks} rollout",
+        )
+    role = role_of(world.rank, config)
+    expected = "rollout" if role == "rollout" else "trainer"
+    if component is not None and component != expected:
+        raise RunError(
+            Exit.PREFLIGHT,
+            f"rank {world.rank} was started in component {component} but is a {role}, which belongs to component {expected}",
+        )
+
+
+def join(world: World, config: Config) -> tuple[RunClock, Welcome]:
+    """Say hello to the controller, wait to be welcomed, then measure the run clock (best of five pings)."""
+    deadline = config.deadlines.startup_s
+    world.send(CONTROLLER, _hello(world, config))
+    welcome = expect(world, Welcome, deadline)
+    best_s, zero_s = float("inf"), 0.0
+    for _ in range(5):
+        sent = time.monotonic()
+        world.send(CONTROLLER, ClockPing(sent))
+        pong = expect(world, ClockPong, deadline)
+        round_trip = time.monotonic() - sent
+        if round_trip < best_s:
+            best_s, zero_s = round_trip, sent + round_trip / 2 - pong.run_s
+    return RunClock(zero_s), welcome
+
+
+def welcome_all(world: World, config: Config) -> RunClock:
+    """Controller's side of `join`: collect one Hello from every rank, compare, welcome all.
+
+    Raises:
+        RunError: PREFLIGHT when a rank disagrees or has not reported in time; the line names it and both values.
+    """
+    clock = RunClock(time.monotonic())
+    mine = _hello(world, config)
+    hosts = {mine.host}
+    missing = set(range(1, world.size))
+    while missing:
+        received = _receive(world, config.deadlines.startup_s, f"hello from ranks {sorted(missing)}")
+        hello = received.message
+        if isinstance(hello, Hello):
+            _compare(mine, hello, received.source, config)
+            hosts.add(hello.host)
+            missing.discard(received.source)
+    for rank in range(1, world.size):
+        world.send(rank, Welcome(single_host=len(hosts) == 1))
+    return clock
+
+
+def _hello(world: World, config: Config) -> Hello:
+    return Hello(
+        role_of(world.rank, config), world.size, socket.gethostname(), os.getpid(), __version__, config.fingerprint()
+    )
+
+
+def _compare(mine: Hello, theirs: Hello, rank: int, config: Config) -> None:
+    expected = role_of(rank, config)
+    pairs = {
+        "role": (expected, theirs.role),
+        "world size": (mine.world_size, theirs.world_size),
+        "areal_hpc version": (mine.code_version, theirs.code_version),
+        "configuration": (mine.config_fingerprint, theirs.config_fingerprint),
+    }
+    wrong = [f"{what} is {b} there and {a} here" for what, (a, b) in pairs.items() if a != b]
+    if wrong:
+        raise RunError(Exit.PREFLIGHT, f"rank {rank} on {theirs.host} does not belong to this run: {'; '.join(wrong)}")
+
+
+def _receive(world: World, timeout_s: float, what: str) -> Received:
+    try:
+        return world.recv(timeout_s)
+    except DeadlineExceeded as error:
+        raise RunError(Exit.PREFLIGHT, f"rank {world.rank} waited {timeout_s:.0f} s for {what}: {error}") from None
+
+
+def expect(world: World, kind: type[M], timeout_s: float) -> M:
+    """The next message, which must be of this kind; used only before the role's own loop begins."""
+    received = _receive(world, timeout_s, kind.__name__)
+    if not isinstance(received.message, kind):
+        raise RunError(Exit.PREFLIGHT, f"rank {world.rank} expected {kind.__name__}, got {type(received.message).__name__}")
+    return received.message
+
+

@@ -1,0 +1,244 @@
+"""Process groups over trainer and rollout ranks: the one door to torch.distributed.
+
+Two groups carry all collectives: the weights group (first trainer rank and every rollout rank) and the trainer group.
+The other trainer ranks stay out of the weights group: they hold the weights already, would need one more copy of the
+model to receive them, and a busy one would hold up every update.
+
+The groups are bootstrapped from a key-value store whose address travels over MPI, so no port is fixed and no
+environment variable is needed. A generation is one life of the groups: when a rank is lost, the survivors close them and
+build the next generation, with new rank numbers, on the same store. The store should therefore live in a process
+whose death ends the run anyway (the controller).
+
+Gloo (CPU) is what the tests run. NCCL takes the same path with tensors on this rank's GPU, but was never run here.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from areal_hpc.exits import Exit, RunError
+
+Store = dist.Store
+
+
+class GroupError(RunError):
+    """A collective failed or did not end in time. The groups are unusable now: close them, and build the next generation."""
+
+
+def open_store(host: str, is_master: bool, world_size: int, port: int = 0, timeout_s: float = 300.0) -> dist.TCPStore:
+    """Open the store in which ranks find each other.
+
+    Args:
+        host: name or address of the master, as seen by all ranks.
+        is_master: this process keeps the store and lives as long as the groups.
+        world_size: number of processes that will use the store.
+        port: 0 on the master lets the system choose; the others take the master's `store_port`.
+        timeout_s: how long to try to connect, and to wait for a key.
+
+    Raises:
+        GroupError: the address cannot be bound, or nobody answers there.
+    """
+    try:
+        return dist.TCPStore(host, port, world_size, is_master, timeout=_seconds(timeout_s), wait_for_workers=False)
+    except RuntimeError as error:
+        does = "keep" if is_master else "reach"
+        raise GroupError(
+            _code(error), f"cannot {does} the store at {host}:{port} ({timeout_s:.0f} s): {_line(error)}"
+        ) from None
+
+
+def store_port(store: dist.TCPStore) -> int:
+    """The port the store listens on, to be told to the other ranks."""
+    return store.port
+
+
+class Transfer:
+    """A collective under way; `label` says to a person what it carries."""
+
+    def __init__(self, label: str, work: dist.Work) -> None:
+        self.label = label
+        self._work = work
+
+    def done(self) -> bool:
+        """True when it has ended, well or badly; never blocks."""
+        return self._work.is_completed()
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until it has ended.
+
+        Raises:
+            GroupError: it failed, or is not over after `timeout_s`.
+        """
+        started_s = time.monotonic()
+        try:
+            # 0 would mean "no deadline"; an explicit one makes NCCL block the host, too
+            self._work.wait(_seconds(max(timeout_s, 0.001)))
+        except RuntimeError as error:
+            elapsed_s = time.monotonic() - started_s
+            raise GroupError(_code(error), f"{self.label} failed after {elapsed_s:.1f} s: {_line(error)}") from None
+
+
+class ProcessGroups:
+    """One generation of the two groups; all ranks build it at the same time.
+
+    Args:
+        store: from open_store, the same one on all ranks.
+        backend: "gloo" or "nccl".
+        rank, size: position among the trainer and rollout ranks of this generation, trainers first.
+        trainer_ranks: 0 .. T-1.
+        generation: counts up with every rebuild; a number must not be used twice.
+        timeout_s: deadline of every operation, and of the meeting itself.
+        interface: network interface, for instance "ib0" or "lo"; None: the library chooses.
+
+    Raises:
+        GroupError: ranks are missing after `timeout_s` (it names them), or the generation was used before.
+        ValueError: contradicting arguments.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        backend: str,
+        rank: int,
+        size: int,
+        trainer_ranks: Sequence[int],
+        generation: int,
+        timeout_s: float,
+        interface: str | None = None,
+    ) -> None:
+        if list(trainer_ranks) != list(range(len(trainer_ranks))) or not 0 < len(trainer_ranks) <= size:
+            raise ValueError(f"trainer_ranks must be 0 .. T-1 within {size} ranks, got {list(trainer_ranks)}")
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} is not within 0 .. {size - 1}")
+        if dist.is_initialized():
+            raise ValueError("the groups of the generation before are still open; close them first")
+        self.rank, self.size, self.generation, self.timeout_s = rank, size, generation, timeout_s
+        self.trainer_ranks = list(trainer_ranks)
+        self.rollout_ranks = list(range(len(trainer_ranks), size))
+        self.root = 0
+        self._store = dist.PrefixStore(f"generation{generation}", store)
+        self._meet()
+        self._connect(backend, interface)
+
+    def _meet(self) -> None:
+        """Wait for all ranks, so that the error names those who did not come."""
+        if self._store.add(f"met/{self.rank}", 1) > 1:
+            raise GroupError(
+                Exit.FAILED, f"rank {self.rank}: generation {self.generation} was built before; count it up"
+            )
+        keys = {rank: f"met/{rank}" for rank in range(self.size)}
+        try:
+            self._store.wait(list(keys.values()), _seconds(self.timeout_s))
+        except RuntimeError as error:
+            missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+            reason = f"ranks {missing} of {self.size} did not come within {self.timeout_s:.1f} s ({_line(error)})"
+            raise GroupError(Exit.DEADLINE, f"rank {self.rank}, generation {self.generation}: {reason}") from None
+
+    def _connect(self, backend: str, interface: str | None) -> None:
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+        # the default NCCL watchdog kills the process at a timeout; our deadlines raise, so that the rank can go on
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        timeout = _seconds(self.timeout_s)
+        try:
+            dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=timeout)
+            self._trainers = dist.new_group(self.trainer_ranks, timeout=timeout)
+            self._weights = dist.new_group([self.root, *self.rollout_ranks], timeout=timeout)
+        except RuntimeError as error:
+            self.close()
+            what = f"rank {self.rank}, generation {self.generation}: {self.size} ranks could not connect over {backend}"
+            where = f" on interface {interface}" if interface else ""
+            raise GroupError(_code(error), f"{what}{where} within {self.timeout_s:.1f} s: {_line(error)}") from None
+
+    def broadcast(self, tensor: Tensor, root: int, *, label: str, async_op: bool = True) -> Transfer:
+        """Send `tensor` from `root` to the weights group, in place; all members call it in the same order.
+
+        The tensor must stay untouched until the transfer is done. With `async_op` false it is done on return.
+
+        Raises:
+            ValueError: this rank is not in the weights group.
+            GroupError: only when waited for; names `label`.
+        """
+        if self.rank != self.root and self.rank not in self.rollout_ranks:
+            raise ValueError(f"rank {self.rank} is a trainer rank outside the weights group; it cannot join {label}")
+        try:
+            transfer = Transfer(label, dist.broadcast(tensor, root, group=self._weights, async_op=True))
+        except RuntimeError as error:
+            raise GroupError(_code(error), f"{label} could not start: {_line(error)}") from None
+        if not async_op:
+            transfer.wait(self.timeout_s)
+        return transfer
+
+    def all_reduce_sum(self, tensor: Tensor) -> None:
+        """Replace `tensor` by its sum over the trainer ranks. Raises GroupError at the deadline."""
+        self._reduce(tensor, dist.ReduceOp.SUM, "all_reduce_sum")
+
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """Replace `tensor` by its maximum over the trainer ranks. Raises GroupError at the deadline."""
+        self._reduce(tensor, dist.ReduceOp.MAX, "all_reduce_max")
+
+    def all_reduce_min(self, tensor: Tensor) -> None:
+        """Replace `tensor` by its minimum over the trainer ranks. Raises GroupError at the deadline."""
+        self._reduce(tensor, dist.ReduceOp.MIN, "all_reduce_min")
+
+    def _reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, name: str) -> None:
+        label = f"rank {self.rank}: {name} of {tensor.numel()} x {tensor.dtype} over trainer ranks {self.trainer_ranks}"
+        if self.rank not in self.trainer_ranks:
+            raise ValueError(f"{label}: not a trainer rank")
+        if len(self.trainer_ranks) == 1:
+            return
+        try:
+            work = dist.all_reduce(tensor, op, group=self._trainers, async_op=True)
+        except RuntimeError as error:
+            raise GroupError(_code(error), f"{label} could not start: {_line(error)}") from None
+        Transfer(label, work).wait(self.timeout_s)
+
+    def post(self, key: str, text: str) -> None:
+        """Leave a short text for the other ranks of this generation."""
+        self._store.set(f"{key}/{self.rank}", text)
+
+    def fetch(self, key: str, rank: int) -> str:
+        """The text that `rank` posted under `key`. Raises GroupError when there is none within the deadline."""
+        try:
+            self._store.wait([f"{key}/{rank}"], _seconds(self.timeout_s))
+        except RuntimeError as error:
+            reason = f"rank {rank} posted no {key} within {self.timeout_s:.1f} s"
+            raise GroupError(Exit.DEADLINE, f"rank {self.rank}: {reason} ({_line(error)})") from None
+        return self._store.get(f"{key}/{rank}").decode()
+
+    def close(self, *, abort: bool = False) -> None:
+        """Leave the groups; returns at once and may be called twice.
+
+        Operations still pending keep their tensors until they fail: when the peer closes, at the latest at their
+        deadline. With Gloo the process cannot end by itself before that (os._exit can).
+
+        Args:
+            abort: a peer is lost: give up pending operations. NCCL needs it (not run here), Gloo ignores it.
+        """
+        if not dist.is_initialized():
+            return
+        for group in (self._weights, self._trainers) if abort else ():
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                group.abort()
+        dist.destroy_process_group()
+
+
+def _seconds(value: float) -> timedelta:
+    return timedelta(seconds=value)
+
+
+def _line(error: Exception) -> str:
+    """The part of a torch error that a person can use: its first line, without the C++ stack."""
+    return (str(error) or type(error).__name__).splitlines()[0][:300]
+
+
+def _code(error: Exception) -> Exit:
+    text = str(error).lower()
+    return Exit.DEADLINE if "timed out" in text or "timeout" in text else Exit.FAILED

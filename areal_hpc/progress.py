@@ -1,0 +1,121 @@
+"""What people see of a run while it goes: one plain line per step, and RUN/status.json for the live view.
+
+The controller writes both; `areal-hpc run` on a terminal draws its live view from status.json (liveview.py).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from areal_hpc.evaluation import Evaluation
+from areal_hpc.rundir import RunDir, write_json
+
+
+class Progress:
+    """Figures of the run so far.
+
+    Args:
+        steps: number of steps the run will have.
+        say: prints one line.
+    """
+
+    def __init__(self, run_dir: RunDir, name: str, steps: int, pid: int, host: str, say: Callable[[str], None]) -> None:
+        self.run_dir = run_dir
+        self.say = say
+        self.began_s = time.monotonic()
+        self.training_began_s = math.nan
+        self.last_step_s = math.nan
+        self.consumed_tokens = 0
+        self.head_lag_max = 0
+        self.pass_at_1: list[float] = []
+        self.status: dict[str, Any] = {
+            "name": name,
+            "state": "starting",
+            "attempt": run_dir.attempt,
+            "controller_pid": pid,
+            "controller_host": host,
+            "version": 0,
+            "steps": steps,
+            "run_log": str(run_dir.run_log),
+        }
+        self.write()
+
+    def write(self) -> None:
+        write_json(self.run_dir.status, self.status | {"wall_s": round(time.monotonic() - self.began_s, 1)})
+
+    def training_begins(self) -> None:
+        self.training_began_s = time.monotonic()
+        self.status["state"] = "training"
+        self.write()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that steps have consumed, over the time from the first admission to the last finished step."""
+        seconds = self.last_step_s - self.training_began_s
+        return self.consumed_tokens / seconds if seconds > 0 else 0.0
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """A step is finished; `row` is that of the log's step table."""
+        self.last_step_s = time.monotonic()
+        self.consumed_tokens += int(row["consumed_tokens"])
+        self.head_lag_max = max(self.head_lag_max, int(row["head_lag_max"]))
+        shown = ("step", "reward_mean", "loss", "entropy", "grad_norm", "head_lag_mean", "head_lag_max", "num_filtered", "total_s", "wait_s")
+        self.status |= {name: _plain(row[name]) for name in shown}
+        self.status |= {
+            "version": int(row["version_after"]),
+            "tokens_per_s": round(self.tokens_per_s),
+            "mean_response": round(row["response_tokens"] / row["num_sequences"], 1),
+            "reward_history": (self.status.get("reward_history", []) + [_plain(row["reward_mean"])])[-120:],
+        }
+        self.write()
+        steps = self.status["steps"]
+        outcome = "SKIPPED, not finite" if row["skipped"] else f"loss {row['loss']:+.4f}"
+        self.say(
+            f"step {row['step']:>{len(str(steps))}}/{steps}  reward {row['reward_mean']:+.2f}  {outcome}  "
+            f"entropy {row['entropy']:.3f}  length {self.status['mean_response']:.0f}  "
+            f"lag mean {row['head_lag_mean']:.1f} max {row['head_lag_max']}  {row['total_s']:.1f} s  {self.tokens_per_s:,.0f} tok/s"
+        )
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """An evaluation is complete; the first one is the `before`, the last one the `after` of the summary."""
+        self.pass_at_1.append(evaluation.pass_at_1)
+        self.status["pass_at_1"] = {str(evaluation.version): evaluation.pass_at_1} | self.status.get("pass_at_1", {})
+        self.write()
+        unscored = f", {evaluation.num_unscored} without a score" if evaluation.num_unscored else ""
+        self.say(
+            f"held-out pass@1 at version {evaluation.version}: {evaluation.pass_at_1:.1%} "
+            f"({evaluation.num_scored} answers, mean length {evaluation.mean_response:.0f}{unscored})"
+        )
+
+    def ended(self, state: str, why: str, exit_code: int) -> None:
+        """The last word: into status.json, and, after a healthy end, summary.json."""
+        self.status |= {"state": state, "why_ended": why, "exit_code": exit_code}
+        self.write()
+        if exit_code == 0:
+            write_json(self.run_dir.summary, self.summary(why))
+
+    def summary(self, why: str) -> dict[str, Any]:
+        before = self.pass_at_1[0] if self.pass_at_1 else None
+        after = self.pass_at_1[-1] if len(self.pass_at_1) > 1 else None
+        return {
+            "pass1_before": before,
+            "pass1_after": after,
+            "wall_s": round(time.monotonic() - self.began_s, 1),
+            "train_s": _plain(self.last_step_s - self.training_began_s),
+            "consumed_tokens": self.consumed_tokens,
+            "consumed_tokens_per_s": round(self.tokens_per_s, 1),
+            "head_staleness_max": self.head_lag_max,
+            "versions": self.status["version"],
+            "why_ended": why,
+        }
+
+
+def _plain(value: Any) -> Any:
+    """A JSON number; null for what is not finite."""
+    number = float(value)
+    if not math.isfinite(number):
+        return None
+    return int(number) if number.is_integer() and isinstance(value, int) else round(number, 6)

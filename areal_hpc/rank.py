@@ -1,0 +1,255 @@
+"""What mpiexec and srun start: one rank of a run.
+
+    python -m areal_hpc.rank --run-dir RUN --attempt N [--component trainer|rollout]
+
+How a rank ends. Healthy: the controller sends Stop, the rank answers Farewell and finalizes MPI. A failure on any
+rank goes to the controller as RankFailed; the controller writes down why, sends Stop to all, and returns the exit
+code. Whoever does not answer within `deadlines.exit_s` (stuck in a collective, say) is ended by MPI_Abort.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areal_hpc.codec import Codec
+from areal_hpc.comm import World
+from areal_hpc.config import Config, load_resolved
+from areal_hpc.exits import Exit, RunError
+from areal_hpc.messages import MESSAGE_TYPES, Farewell, RankFailed, Stop, StoreAddress, Welcome
+from areal_hpc.preflight import CONTROLLER, RunClock, check_world, expect, join, role_of, trainer_ranks, welcome_all
+from areal_hpc.rundir import RunDir
+from areal_hpc.waiting import Backoff
+
+if TYPE_CHECKING:
+    from areal_hpc.process_group import ProcessGroups
+
+log = logging.getLogger("areal_hpc")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="areal_hpc.rank", description="one rank of a run; started by mpiexec or srun")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--component", choices=["trainer", "rollout"])
+    arguments = parser.parse_args(argv)
+    run_dir = RunDir(arguments.run_dir, arguments.attempt)
+    config = load_resolved(run_dir.config)
+    world = World(Codec(MESSAGE_TYPES), run_dir.attempt)
+    start_logging(run_dir.rank_log(world.rank))
+    try:
+        check_world(world, config, arguments.component)
+    except RunError as error:
+        print(f"areal-hpc: {error.reason}", file=sys.stderr, flush=True)
+        world.abort(error.code)
+    if world.rank == CONTROLLER:
+        return run_controller(config, world, run_dir)
+    return run_other(config, world, run_dir)
+
+
+def start_logging(path: Path) -> None:
+    """Log records and, on a crash or SIGUSR1, the stacks of all threads go to the rank's own file."""
+    logging.basicConfig(filename=path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    stream = open(path, "a")  # noqa: SIM115 - open as long as the process lives
+    faulthandler.enable(stream)
+    faulthandler.register(signal.SIGUSR1, stream, all_threads=True)
+
+
+def as_run_error(error: Exception) -> RunError:
+    """Any failure as one line: what, and where in the code. The traceback goes to the rank's log."""
+    log.exception("this rank failed")
+    if isinstance(error, RunError):
+        return error
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{Path(frame.filename).name}:{frame.lineno}"
+    code = Exit.DISK if isinstance(error, OSError) and error.errno in (28, 122) else Exit.FAILED
+    return RunError(code, f"{type(error).__name__}: {error} ({place})")
+
+
+# -------------------------------------------------------------------------------------------------- controller
+def run_controller(config: Config, world: World, run_dir: RunDir) -> int:
+    """The controller's life: preflight, the run, and the end, whatever it was."""
+    from areal_hpc.progress import Progress
+
+    signals = SignalFlag(signal.SIGINT, signal.SIGTERM)
+    progress = Progress(run_dir, config.name, config.steps, os.getpid(), socket.gethostname(), lambda line: print(line, flush=True))
+    code, why = Exit.DONE, ""
+    try:
+        why = control(config, world, run_dir, progress, signals)
+    except Exception as error:
+        failure = as_run_error(error)
+        code, why = failure.code, failure.reason
+    state = "done" if code == Exit.DONE else "interrupted" if code == Exit.INTERRUPTED else "failed"
+    progress.ended(state, why, int(code))
+    silent = say_farewell(world, why, config.deadlines.exit_s / 2)
+    if silent:
+        log.error("no farewell from ranks %s: aborting", silent)
+        world.abort(int(code) or int(Exit.DEADLINE))
+    world.close()
+    return int(code)
+
+
+def control(config: Config, world: World, run_dir: RunDir, progress: Any, signals: SignalFlag) -> str:
+    """Run the controller with everything it owns; returns why the run ended."""
+    from areal_hpc.controller import Controller
+    from areal_hpc.datasets import PromptSource, read_prompts
+    from areal_hpc.runlog_writer import RunLogWriter
+
+    clock = welcome_all(world, config)
+    data = config.data
+    fields = {"prompt_field": data.prompt_field, "id_field": data.id_field}
+    source = PromptSource(read_prompts(Path(data.train), **fields), seed=config.seed, shuffle=data.shuffle, epochs=data.epochs)
+    heldout = read_prompts(Path(data.heldout), **fields) if data.heldout else []
+    attributes = {
+        "name": config.name,
+        "attempt": run_dir.attempt,
+        "config": config.to_yaml(),
+        "config_fingerprint": config.fingerprint(),
+        "world_size": world.size,
+        "host": socket.gethostname(),
+    }
+    with RunLogWriter(run_dir.run_log, attributes=attributes, tokens=config.log.tokens) as run_log:
+        controller = Controller(config, world, clock, run_log, source, heldout, progress, signals.name)
+        try:
+            why = controller.run()
+        except Exception as error:
+            controller.event("ended", as_run_error(error).reason)
+            raise
+        controller.event("ended", why)
+        return why
+
+
+def say_farewell(world: World, reason: str, timeout_s: float) -> list[int]:
+    """Send Stop to every rank and collect their farewells; returns the ranks that stayed silent."""
+    silent = set(range(1, world.size))
+    for rank in silent:
+        world.send(rank, Stop(reason))
+    pause = Backoff()
+    deadline_s = time.monotonic() + timeout_s
+    while silent and time.monotonic() < deadline_s:
+        world.progress()
+        received = world.poll()
+        if received is None:
+            pause.sleep()
+        elif isinstance(received.message, Farewell):
+            silent.discard(received.source)
+    return sorted(silent)
+
+
+class SignalFlag:
+    """Remembers the first of some signals; the controller looks at it between messages."""
+
+    def __init__(self, *signals: signal.Signals) -> None:
+        self._name: str | None = None
+        for number in signals:
+            signal.signal(number, self._received)
+
+    def _received(self, number: int, _: object) -> None:
+        self._name = self._name or signal.Signals(number).name
+
+    def name(self) -> str | None:
+        return self._name
+
+
+# ------------------------------------------------------------------------------------------ trainer and rollout
+def run_other(config: Config, world: World, run_dir: RunDir) -> int:
+    """A trainer or rollout rank; the controller alone decides about signals."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    code = Exit.DONE
+    try:
+        clock, welcome = join(world, config)
+        run = run_trainer if role_of(world.rank, config) == "trainer" else run_rollout
+        run(config, world, clock, welcome, run_dir)
+    except Exception as error:
+        failure = as_run_error(error)
+        code = failure.code
+        report_failure(world, failure, config.deadlines.exit_s)
+    world.send(CONTROLLER, Farewell())
+    world.close()
+    return int(code)
+
+
+def report_failure(world: World, failure: RunError, timeout_s: float) -> None:
+    """Tell the controller and wait for its Stop; without an answer, end the world from here."""
+    try:
+        world.send(CONTROLLER, RankFailed(int(failure.code), f"on {socket.gethostname()}: {failure.reason}"))
+        pause = Backoff()
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            world.progress()
+            received = world.poll()
+            if received is None:
+                pause.sleep()
+            elif isinstance(received.message, Stop):
+                return
+    except Exception:
+        log.exception("the failure could not be reported")
+    print(f"areal-hpc: rank {world.rank}: {failure.reason}", file=sys.stderr, flush=True)
+    world.abort(int(failure.code))
+
+
+def meet(config: Config, world: World, welcome: Welcome) -> ProcessGroups:
+    """Build the torch process groups of trainers and rollouts; the first trainer's host is the meeting point."""
+    from areal_hpc.process_group import ProcessGroups, open_store, store_port
+
+    trainers = trainer_ranks(config)
+    others = world.size - 1
+    host = "127.0.0.1" if welcome.single_host else socket.gethostname()
+    timeout_s = config.deadlines.startup_s
+    if world.rank == trainers[0]:
+        store = open_store(host, is_master=True, world_size=others, timeout_s=timeout_s)
+        for rank in range(trainers[0] + 1, world.size):
+            world.send(rank, StoreAddress(host, store_port(store)))
+        world.flush(timeout_s)
+    else:
+        address = expect(world, StoreAddress, timeout_s)
+        store = open_store(address.host, is_master=False, world_size=others, port=address.port, timeout_s=timeout_s)
+    return ProcessGroups(
+        store,
+        backend="gloo",
+        rank=world.rank - 1,
+        size=others,
+        trainer_ranks=[rank - 1 for rank in trainers],
+        generation=0,
+        timeout_s=config.deadlines.weights_s,
+        interface=config.weights.interface or ("lo" if welcome.single_host else None),
+    )
+
+
+def run_trainer(config: Config, world: World, clock: RunClock, welcome: Welcome, run_dir: RunDir) -> None:
+    import torch
+
+    from areal_hpc.trainer import Trainer
+
+    torch.set_num_threads(config.trainer.threads)
+    groups = meet(config, world, welcome)
+    Trainer(config, world, clock, groups, run_dir).run()
+    groups.close()
+
+
+def run_rollout(config: Config, world: World, clock: RunClock, welcome: Welcome, run_dir: RunDir) -> None:
+    import torch
+
+    from areal_hpc.rewards import RewardService
+    from areal_hpc.rollout import Rollout
+
+    torch.set_num_threads(config.rollout.threads)
+    groups = meet(config, world, welcome)
+    settings = config.reward
+    with RewardService(settings.function, num_workers=settings.workers, timeout_s=settings.timeout_s) as rewards:
+        Rollout(config, world, clock, groups, rewards).run()
+    groups.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

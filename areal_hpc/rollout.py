@@ -1,0 +1,277 @@
+"""A rollout rank: generates without ever waiting, and takes new weights between two tokens.
+
+Its loop does a little of everything between two decoding steps: messages, weights, one token for every running
+sample, rewards. A finished group is announced by its figures; its tokens stay here until the controller says which
+trainer rank they go to. A prompt is never dropped: what cannot be generated is reported as refused.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from areal_hpc.comm import Received, World
+from areal_hpc.config import Config
+from areal_hpc.engines.base import Completion, Engine, Request, Swap
+from areal_hpc.engines.transformers_engine import TransformersEngine
+from areal_hpc.exits import Exit, RunError
+from areal_hpc.logschema import Finish, Outcome
+from areal_hpc.messages import (
+    AdmitGroup,
+    Credits,
+    DropGroups,
+    GroupFinished,
+    GroupRefused,
+    LoadWeights,
+    Ready,
+    Samples,
+    ShipSamples,
+    Stop,
+    WeightsLoaded,
+)
+from areal_hpc.models import eos_ids, load_model, load_tokenizer, named_weights
+from areal_hpc.preflight import CONTROLLER, RunClock
+from areal_hpc.process_group import ProcessGroups
+from areal_hpc.reporting import Reporter
+from areal_hpc.rewards import RewardResult, RewardService
+from areal_hpc.seeds import sample_seed
+from areal_hpc.shipment import join
+from areal_hpc.trajectory import Key, Trajectory
+from areal_hpc.waiting import Backoff
+from areal_hpc.weights import BucketPlan, WeightReceiver
+
+
+@dataclass(slots=True)
+class Group:
+    """One admitted prompt with what is known of its samples so far."""
+
+    header: AdmitGroup
+    prompt: tuple[int, ...]
+    completions: dict[int, Completion] = field(default_factory=dict)
+    rewards: dict[int, RewardResult] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.rewards) == self.header.num_samples
+
+    def trajectory(self, sample: int) -> Trajectory:
+        done = self.completions[sample]
+        tokens = np.concatenate([np.asarray(self.prompt, np.int32), done.tokens])
+        return Trajectory(self.header.group_id, sample, tokens, len(self.prompt), done.logprobs, done.versions)
+
+    def figures(self, clock: RunClock) -> dict[str, NDArray]:
+        """The arrays of GroupFinished, by sample index."""
+        order = range(self.header.num_samples)
+        done = [self.completions[s] for s in order]
+        scored = [self.rewards[s] for s in order]
+        return {
+            "reward": np.array([r.reward for r in scored], np.float64),
+            "outcome": np.array([Outcome.of(r.outcome) for r in scored], np.uint8),
+            "finish": np.array([Finish.of(c.finish) for c in done], np.uint8),
+            "num_response": np.array([len(c.tokens) for c in done], np.int32),
+            "first_version": np.array([c.versions[0] for c in done], np.int32),
+            "last_version": np.array([c.versions[-1] for c in done], np.int32),
+            "mean_version": np.array([c.versions.mean() for c in done], np.float32),
+            "interruptions": np.array([c.interruptions for c in done], np.int32),
+            "start_s": np.array([clock.at(c.started_s) for c in done], np.float64),
+            "finish_s": np.array([clock.at(c.finished_s) for c in done], np.float64),
+        }
+
+
+class Rollout:
+    """One rollout rank: an engine, its end of the weight broadcast, and its reward workers."""
+
+    def __init__(
+        self, config: Config, world: World, clock: RunClock, groups: ProcessGroups, rewards: RewardService
+    ) -> None:
+        self.config = config
+        self.world = world
+        self.clock = clock
+        self.rewards = rewards
+        self.reporter = Reporter(world, clock)
+        self.tokenizer = load_tokenizer(config.model.path)
+        self.engine, weights = make_engine(config)
+        self.receiver = WeightReceiver(groups, BucketPlan.of(weights, config.weights.bucket_bytes))
+        self.groups: dict[int, Group] = {}
+        self.versions_to_load: list[int] = []
+        self.receiving_since_s: float | None = None
+        self.receive_s: dict[int, float] = {}
+        self.credits_to_grant = config.rollout.slots + config.trainer.group_size
+        self.stopped = False
+
+    def run(self) -> None:
+        """Generate until told to stop.
+
+        Raises:
+            RunError: DEADLINE when a weight update does not arrive completely in time.
+            WeightError: an update that arrived is not the one that was announced.
+        """
+        self.world.send(CONTROLLER, Ready())
+        pause = Backoff()
+        while not self.stopped:
+            busy = self.handle_messages()
+            busy |= self.take_weights()
+            busy |= self.decode()
+            busy |= self.take_rewards()
+            self.grant_credits()
+            if busy:
+                pause.reset()
+            else:
+                pause.sleep()
+
+    # ------------------------------------------------------------------------------------------------ decoding
+    def decode(self) -> bool:
+        """One token for every running sample."""
+        if not self.engine.num_running and not self.engine.num_waiting:
+            self.reporter.activity.switch("idle")
+            return False
+        self.reporter.activity.switch("generate")
+        for done in self.engine.step():
+            self.score(done)
+        self.report_swap(self.engine.take_swap())
+        return bool(self.engine.num_running)
+
+    def score(self, done: Completion) -> None:
+        """Give a finished sample to the reward workers at once; decoding does not wait for them."""
+        self.credits_to_grant += 1
+        group = self.groups.get(done.key[0])
+        if group is None:
+            return
+        group.completions[done.key[1]] = done
+        text = self.tokenizer.decode(done.tokens, skip_special_tokens=True)
+        self.rewards.submit(done.key, group.header.prompt, text, group.header.metadata)
+
+    def take_rewards(self) -> bool:
+        results = self.rewards.poll()
+        for result in results:
+            group = self.groups.get(result.key[0])
+            if group is None:
+                continue
+            group.rewards[result.key[1]] = result
+            if result.outcome in ("timeout", "error"):
+                self.reporter.event(f"reward_{result.outcome}", f"group {result.key[0]} sample {result.key[1]}: {result.detail}")
+            if group.is_complete:
+                header = group.header
+                message = GroupFinished(header.group_id, len(group.prompt), header.purpose)
+                self.world.send(CONTROLLER, message, group.figures(self.clock))
+                if header.purpose == "evaluate":
+                    del self.groups[header.group_id]
+        return bool(results)
+
+    def grant_credits(self) -> None:
+        """Tell the controller about free places as soon as they suffice for a group, or nothing else runs."""
+        if self.credits_to_grant >= self.config.trainer.group_size or (self.credits_to_grant and not self.engine.num_running):
+            self.world.send(CONTROLLER, Credits(self.credits_to_grant))
+            self.credits_to_grant = 0
+
+    # ------------------------------------------------------------------------------------------------- weights
+    def take_weights(self) -> bool:
+        """Move a weight update on: post its receives; when it is complete, swap it in between two tokens."""
+        if self.receiving_since_s is None:
+            if not self.versions_to_load:
+                return False
+            self.receiver.begin(self.versions_to_load.pop(0))
+            self.receiving_since_s = time.monotonic()
+        ready = self.receiver.poll()
+        if ready is None:
+            return False
+        self.receive_s[ready.version] = time.monotonic() - self.receiving_since_s
+        self.receiving_since_s = None
+        with self.reporter.activity("swap"):
+            self.report_swap(self.engine.load_weights(ready.version, ready.tensors.items()))
+        return True
+
+    def report_swap(self, swap: Swap | None) -> None:
+        if swap is not None:
+            receive_s = self.receive_s.pop(swap.version)
+            cost = (swap.pause_s, swap.interrupted, swap.reprefilled_tokens)
+            self.world.send(CONTROLLER, WeightsLoaded(swap.version, receive_s, *cost))
+
+    # ------------------------------------------------------------------------------------------------ messages
+    def handle_messages(self) -> bool:
+        self.reporter.tick()
+        busy = False
+        while (received := self.world.poll()) is not None:
+            self.handle(received)
+            busy = True
+        return busy
+
+    def handle(self, received: Received) -> None:
+        arrays = received.arrays
+        match received.message:
+            case AdmitGroup() as header:
+                self.admit(header)
+            case ShipSamples() as header:
+                self.ship(header, arrays["group_id"], arrays["sample"], arrays["trainer"])
+            case DropGroups():
+                self.drop(arrays["group_id"].tolist())
+            case LoadWeights(version):
+                self.versions_to_load.append(version)
+            case Stop():
+                self.stopped = True
+            case other:
+                name = type(other).__name__
+                raise RunError(Exit.FAILED, f"rollout rank {self.world.rank} cannot use {name} from rank {received.source}")
+
+    def admit(self, header: AdmitGroup) -> None:
+        prompt = tuple(self.tokenizer(header.prompt).input_ids)
+        longest = self.config.rollout.max_prompt_tokens
+        if not 1 <= len(prompt) <= longest:
+            reason = f"prompt {header.prompt_id} has {len(prompt)} tokens; 1 to {longest} are allowed"
+            self.world.send(CONTROLLER, GroupRefused(header.group_id, reason, header.purpose))
+            self.credits_to_grant += header.num_samples
+            return
+        self.groups[header.group_id] = Group(header, prompt)
+        self.engine.submit(
+            [
+                Request(
+                    key=(header.group_id, sample),
+                    prompt=prompt,
+                    max_new_tokens=self.config.rollout.max_new_tokens,
+                    seed=sample_seed(self.config.seed, header.purpose, header.group_id, sample),
+                    min_version=header.min_version,
+                )
+                for sample in range(header.num_samples)
+            ]
+        )
+
+    def ship(self, header: ShipSamples, group_ids: NDArray, samples: NDArray, trainers: NDArray) -> None:
+        """Send finished samples to the trainers that will learn from them, then forget their groups."""
+        by_rank: dict[int, list[Key]] = defaultdict(list)
+        for group_id, sample, trainer in zip(group_ids.tolist(), samples.tolist(), trainers.tolist(), strict=True):
+            by_rank[trainer].append((group_id, sample))
+        for trainer, keys in by_rank.items():
+            arrays = join([self.groups[group_id].trajectory(sample) for group_id, sample in keys])
+            self.world.send(trainer, Samples(header.step), arrays)
+            if header.also_log:
+                self.world.send(CONTROLLER, Samples(header.step), arrays)
+        for group_id in set(group_ids.tolist()):
+            del self.groups[group_id]
+
+    def drop(self, group_ids: list[int]) -> None:
+        keys = [(group_id, sample) for group_id in group_ids for sample in range(self.config.trainer.group_size)]
+        self.credits_to_grant += self.engine.cancel(keys)
+        for group_id in group_ids:
+            self.groups.pop(group_id, None)
+
+
+def make_engine(config: Config) -> tuple[Engine, dict[str, Tensor]]:
+    """The configured engine, and its weights by name (their shapes lay out the broadcast)."""
+    model = load_model(config.model.path, dtype=config.model.dtype)
+    settings = config.rollout
+    engine = TransformersEngine(
+        model,
+        num_slots=settings.slots,
+        max_len=config.max_sequence_tokens,
+        temperature=settings.temperature,
+        eos_ids=eos_ids(model),
+        interrupt=settings.interrupt,
+        prefill_tokens=settings.prefill_tokens,
+    )
+    engine.version = -1  # no version yet: the first broadcast, of version 0, is a rise like any other
+    return engine, named_weights(model)

@@ -1,0 +1,89 @@
+"""The files of a run: where each is, and how the small ones are written.
+
+    RUN/config.resolved.yaml      what every rank reads and compares at start
+    RUN/status.json               replaced atomically after every step; last of all it says why the run ended
+    RUN/summary.json              figures of a run that came to its end
+    RUN/attempt_N/rank_RRRR.log   one log per rank
+    RUN/log/attempt_N.h5          the run log (runlog.RunLog reads it)
+    RUN/weights/version_N/        exports of single versions, if asked for
+    RUN/model/                    the model after the last step, in Hugging Face layout
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+
+class RunDir:
+    """Paths of one attempt of a run. A new start is the next attempt; it never overwrites the one before."""
+
+    def __init__(self, root: Path, attempt: int) -> None:
+        self.root = root
+        self.attempt = attempt
+
+    @classmethod
+    def next_attempt(cls, root: Path) -> RunDir:
+        """Make the directory of the next attempt; two starters at the same time get different ones."""
+        root.mkdir(parents=True, exist_ok=True)
+        taken = [int(m[1]) for path in root.iterdir() if (m := re.fullmatch(r"attempt_(\d+)", path.name))]
+        attempt = max(taken, default=0) + 1
+        while True:
+            try:
+                (root / f"attempt_{attempt}").mkdir()
+            except FileExistsError:
+                attempt += 1
+            else:
+                (root / "log").mkdir(exist_ok=True)
+                return cls(root, attempt)
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.resolved.yaml"
+
+    @property
+    def status(self) -> Path:
+        return self.root / "status.json"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    @property
+    def attempt_dir(self) -> Path:
+        return self.root / f"attempt_{self.attempt}"
+
+    @property
+    def run_log(self) -> Path:
+        return self.root / "log" / f"attempt_{self.attempt}.h5"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.attempt_dir / f"rank_{rank:04d}.log"
+
+    def weights(self, version: int) -> Path:
+        return self.root / "weights" / f"version_{version}"
+
+    def skipped_batch(self, step: int, rank: int) -> Path:
+        return self.attempt_dir / f"skipped_step_{step}_rank_{rank}.npz"
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Replace the file as a whole: a reader sees the old or the new content, never a part."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The content, or an empty dictionary while the file is not there yet."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}

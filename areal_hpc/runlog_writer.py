@@ -1,0 +1,265 @@
+"""The run log, writing side: one HDF5 file per attempt, written by the controller, readable while it grows.
+
+Layout: `/<table>/<column>` as in logschema.py, 1-D datasets with attributes `unit`, `doc` and, for codes, `labels`;
+`/num_rows` holds the number of valid rows of each table (its attribute `tables` names them). Facts about the run are
+attributes of the file. A flush appends the columns first and `/num_rows` last, so whoever believes `/num_rows` never
+sees half a row. Columns grow in whole chunks; after a clean close they are as long as `/num_rows` says.
+
+Single writer, many readers (SWMR): the file can be read while it is written, and survives the death of the writer
+with all rows of finished flushes. A flush hands data to the operating system; it does not wait for the disk, so a
+power failure of the node may cost more.
+
+Locking: this module asks HDF5 for no file locks, because many NFS and Lustre mounts refuse them (errno 37). The
+writer is alone because it creates the file exclusively (O_EXCL) and no attempt ever opens an old one; HDF5 marks the
+file as open for SWMR writing, which keeps out `h5py.File(path, "a")`. The environment variable
+HDF5_USE_FILE_LOCKING, if set, overrides this. SWMR needs POSIX write order: on NFS read a live log on the node that
+writes it, or after the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_hpc import logschema
+from areal_hpc.logschema import Table
+from areal_hpc.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Rows = Mapping[str, Sequence[Any] | NDArray[Any]]
+FORMAT = "areal_hpc run log"
+
+
+class RunLogError(Exception):
+    """The log cannot be written or read; says where and what to do."""
+
+
+class RunLogWriter:
+    """Appends rows to a new log. Rows wait in memory until `flush`, which the controller calls once per step.
+
+    Not thread-safe. Rows are given by column, in any order; codes as their integers or their labels. Every method
+    that takes rows raises ValueError, naming the column, when one is missing, unknown, of another length or does not
+    fit its type; nothing of that call is kept then.
+    """
+
+    def __init__(self, path: Path | str, *, attributes: Mapping[str, Any], tokens: bool = False) -> None:
+        """Create the file.
+
+        Args:
+            path: file to make; its directory is made if absent.
+            attributes: facts about the run: str, bool, int, float, or sequences of these.
+            tokens: also make room for tokens, log-probs and versions.
+
+        Raises:
+            RunLogError: the file exists, or cannot be created.
+            ValueError: an attribute of another type.
+        """
+        self.path = Path(path)
+        self._tables = {t.name: _TableWriter(t) for t in logschema.TABLES + (logschema.TOKEN_TABLES if tokens else ())}
+        _check_attributes(attributes)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = h5py.File(self.path, "x", libver="latest", locking=False)
+            self._num_rows = self._create(attributes)
+            self._file.swmr_mode = True
+        except FileExistsError as error:
+            raise RunLogError(
+                f"{self.path} exists already: every attempt of a run writes a log of its own and never touches an old one"
+            ) from error
+        except OSError as error:
+            raise RunLogError(f"cannot create the run log {self.path}: {error}") from error
+
+    def _create(self, attributes: Mapping[str, Any]) -> h5py.Dataset:
+        for table in self._tables.values():
+            table.create(self._file)
+        shape = (len(self._tables),)
+        num_rows = self._file.create_dataset("num_rows", data=np.zeros(shape, np.int64), chunks=shape, maxshape=(None,))
+        num_rows.attrs["unit"] = "rows"
+        num_rows.attrs["doc"] = "valid rows of each table, in the order of the attribute `tables`"
+        num_rows.attrs["tables"] = list(self._tables)
+        self._file.attrs.update({"format": FORMAT, "schema_version": logschema.SCHEMA_VERSION, **attributes})
+        return num_rows
+
+    def trajectories(self, rows: Rows) -> None:
+        """Finished samples whose fate is known."""
+        self._tables["trajectories"].add(rows)
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """One training batch, by scalars."""
+        self._tables["steps"].add(_one(row))
+
+    def weight_update(self, row: Mapping[str, Any]) -> None:
+        """One broadcast of new weights, by scalars."""
+        self._tables["weight_updates"].add(_one(row))
+
+    def weight_loads(self, rows: Rows) -> None:
+        """What loading a version cost on rollout ranks."""
+        self._tables["weight_loads"].add(rows)
+
+    def activity(self, rows: Rows) -> None:
+        """Intervals of any ranks."""
+        self._tables["activity"].add(rows)
+
+    def evaluations(self, rows: Rows) -> None:
+        """Answers to held-out prompts."""
+        self._tables["evaluations"].add(rows)
+
+    def event(self, time_s: float, kind: str, text: str, rank: int = 0) -> None:
+        """Something worth a sentence. Text beyond the column's width is cut, marked by "~" and a hash."""
+        self._tables["events"].add(_one({"time_s": time_s, "rank": rank, "kind": kind, "text": text}))
+
+    def tokens(self, trajectories: Sequence[Trajectory]) -> None:
+        """Tokens, log-probs and versions of trajectories; RunLogError if the log was made without tokens."""
+        if "token_index" not in self._tables:
+            raise RunLogError(f"{self.path} was created without tokens (RunLogWriter(..., tokens=True))")
+        if not trajectories:
+            return
+        num_prompt = np.array([t.num_prompt for t in trajectories], np.int64)
+        num_response = np.array([t.num_response for t in trajectories], np.int64)
+        sequences, responses = self._tables["sequence_tokens"], self._tables["response_tokens"]
+        index = {
+            "group_id": [t.group_id for t in trajectories],
+            "sample": [t.sample for t in trajectories],
+            "sequence_start": sequences.total_rows + _starts(num_prompt + num_response),
+            "response_start": responses.total_rows + _starts(num_response),
+            "num_prompt": num_prompt,
+            "num_response": num_response,
+        }
+        logprobs, versions = ([getattr(t, name) for t in trajectories] for name in ("logprobs", "versions"))
+        if sum(map(len, logprobs)) != num_response.sum():
+            raise ValueError("tokens: log-probs and response tokens differ in number; see Trajectory.validate")
+        responses.add({"logprob": np.concatenate(logprobs), "version": np.concatenate(versions)})
+        sequences.add({"token": np.concatenate([t.tokens for t in trajectories])})
+        self._tables["token_index"].add(index)
+
+    def flush(self) -> float:
+        """Append the waiting rows and make them visible to readers, all tables at once; seconds it took.
+
+        Raises:
+            RunLogError: the file system refused (disk full, quota). The rows stay in memory and the next flush
+                tries again; what was visible before stays valid.
+        """
+        started = time.perf_counter()
+        waiting = [table for table in self._tables.values() if table.waiting]
+        if waiting:
+            try:
+                for table in waiting:
+                    table.write()
+                self._file.flush()
+                totals = np.array([table.total_rows for table in self._tables.values()], np.int64)
+                self._num_rows.id.write(h5py.h5s.ALL, h5py.h5s.ALL, totals)
+                self._num_rows.flush()
+            except (OSError, RuntimeError) as error:
+                raise self._refused(error) from error
+            for table in waiting:
+                table.settle()
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        """Flush and close; a second call does nothing. RunLogError as in `flush`."""
+        if not self._file:
+            return
+        try:
+            self.flush()
+            for table in self._tables.values():
+                table.trim()
+        finally:
+            try:
+                self._file.close()
+            except (OSError, RuntimeError) as error:
+                raise self._refused(error) from error
+
+    def _refused(self, error: Exception) -> RunLogError:
+        return RunLogError(
+            f"cannot write the run log {self.path}: {error}. Free space or quota on that file system (df -h, quota): "
+            "rows are kept in memory and written by the next flush; rows of earlier flushes are safe"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class _TableWriter:
+    """One table of an open log: its datasets, the rows in the file and the rows that wait."""
+
+    def __init__(self, schema: Table) -> None:
+        self.schema = schema
+        self.waiting: list[dict[str, NDArray[Any]]] = []
+        self._datasets: dict[str, h5py.h5d.DatasetID] = {}
+        self._written = 0
+        self._capacity = 0
+
+    def create(self, file: h5py.File) -> None:
+        group = file.create_group(self.schema.name, track_order=True)
+        group.attrs["doc"] = self.schema.doc
+        for column in self.schema.columns:
+            chunks = (self.schema.chunk_rows,)
+            dataset = group.create_dataset(column.name, (0,), column.dtype, chunks=chunks, maxshape=(None,))
+            dataset.attrs["unit"], dataset.attrs["doc"] = column.unit, column.doc
+            if column.labels:
+                dataset.attrs["labels"] = column.labels
+            self._datasets[column.name] = dataset.id
+
+    @property
+    def total_rows(self) -> int:
+        """Rows in the file and waiting rows."""
+        return self._written + sum(len(next(iter(rows.values()))) for rows in self.waiting)
+
+    def add(self, rows: Rows) -> None:
+        self.waiting.append(self.schema.encode(rows))
+
+    def write(self) -> None:
+        """Put the waiting rows behind the written ones. Repeatable: nothing counts until `settle`."""
+        total = self.total_rows
+        count = total - self._written
+        if not count:
+            return
+        if total > self._capacity:  # whole chunks: an extent that changes in every flush doubles the cost of it
+            chunk = self.schema.chunk_rows
+            self._resize(-(-total // chunk) * chunk)
+        memory = h5py.h5s.create_simple((count,))
+        space = h5py.h5s.create_simple((self._capacity,))
+        space.select_hyperslab((self._written,), (count,))
+        for name, dataset in self._datasets.items():
+            dataset.write(memory, space, np.concatenate([rows[name] for rows in self.waiting]))
+
+    def settle(self) -> None:
+        """The waiting rows are in the file."""
+        self._written = self.total_rows
+        self.waiting = []
+
+    def trim(self) -> None:
+        """Make the columns as long as the table."""
+        if self._capacity != self._written:
+            self._resize(self._written)
+
+    def _resize(self, rows: int) -> None:
+        for dataset in self._datasets.values():
+            dataset.set_extent((rows,))
+        self._capacity = rows
+
+
+def _check_attributes(attributes: Mapping[str, Any]) -> None:
+    for name, value in attributes.items():
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if name in ("format", "schema_version") or not all(isinstance(i, (str, bool, int, float)) for i in items):
+            raise ValueError(f"run log attribute '{name}' = {value!r}: reserved name, or not text, number or a list of them")
+
+
+def _one(row: Mapping[str, Any]) -> Rows:
+    return {name: [value] for name, value in row.items()}
+
+
+def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.cumsum(lengths) - lengths

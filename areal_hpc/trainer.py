@@ -1,0 +1,205 @@
+"""A trainer rank: receives the batches the controller composes, learns from them, sends new weights.
+
+It never waits for a particular rollout rank's generation: a batch is announced only when all of its samples exist,
+and the samples of the next batch arrive while this one is being trained.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_hpc.advantages import advantages
+from areal_hpc.comm import Received, World
+from areal_hpc.config import Config
+from areal_hpc.exits import Exit, RunError
+from areal_hpc.learner import Batch, Learner, StepResult
+from areal_hpc.messages import ModelSaved, Ready, Samples, SaveModel, StepFinished, Stop, TrainBatch, WeightsSent
+from areal_hpc.models import load_model, load_tokenizer, named_weights, save_model
+from areal_hpc.preflight import CONTROLLER, RunClock, trainer_ranks
+from areal_hpc.process_group import ProcessGroups
+from areal_hpc.reporting import Reporter
+from areal_hpc.rundir import RunDir
+from areal_hpc.shipment import join, split
+from areal_hpc.trajectory import Key, Trajectory
+from areal_hpc.waiting import Backoff, Stopwatch
+from areal_hpc.weights import BucketPlan, WeightSender
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A TrainBatch message with its table, which describes the whole batch."""
+
+    header: TrainBatch
+    table: dict[str, NDArray]
+
+    @property
+    def keys(self) -> list[Key]:
+        return list(zip(self.table["group_id"].tolist(), self.table["sample"].tolist(), strict=True))
+
+    @property
+    def mine(self) -> set[int]:
+        """Indices of the samples planned for this rank."""
+        return {i for minibatch in self.header.micro_batches for micro in minibatch for i in micro}
+
+
+class Trainer:
+    """One trainer rank. The first one also publishes weights, reports for all and saves the model."""
+
+    def __init__(self, config: Config, world: World, clock: RunClock, groups: ProcessGroups, run_dir: RunDir) -> None:
+        self.config = config
+        self.world = world
+        self.run_dir = run_dir
+        self.reporter = Reporter(world, clock)
+        self.tokenizer = load_tokenizer(config.model.path)
+        self.model = load_model(config.model.path, dtype=config.model.dtype)
+        self.learner = Learner(
+            self.model, config.trainer, config.rollout.temperature, reducer=groups, between=self.handle_messages
+        )
+        self.sender: WeightSender | None = None
+        if world.rank == trainer_ranks(config)[0]:
+            self.sender = WeightSender(groups, BucketPlan.of(named_weights(self.model), config.weights.bucket_bytes))
+        self.version = 0
+        self.announced: list[Announced] = []
+        self.samples: dict[Key, Trajectory] = {}
+        self.reported_version = -1
+        self.stopped = False
+
+    # ------------------------------------------------------------------------------------------------ the loop
+    def run(self) -> None:
+        """Train until told to stop.
+
+        Raises:
+            RunError: DEADLINE when a batch or its samples do not come in time.
+        """
+        self.publish()
+        self.world.send(CONTROLLER, Ready())
+        watch = Stopwatch()
+        for batch in self.batches():
+            watch.lap("wait_s")
+            trajectories = self.collect(batch)
+            watch.lap("receive_s")
+            result = self.learn(batch, trajectories)
+            watch.lap("update_s")
+            if result.skipped:
+                self.dump(batch.header.step, trajectories)
+            else:
+                self.version += 1
+                self.publish()
+                self.export()
+            watch.lap("publish_s")
+            self.report(batch.header.step, result, watch.finish())
+
+    def batches(self) -> Iterator[Announced]:
+        """The batches of the run, as the controller announces them, until it says Stop."""
+        while True:
+            self.wait_for(lambda: bool(self.announced), "wait_batch", self.config.deadlines.step_s, "the next batch")
+            if self.stopped:
+                return
+            yield self.announced.pop(0)
+
+    def collect(self, batch: Announced) -> list[Trajectory | None]:
+        """This rank's trajectories, by index in the batch; None for those of other ranks."""
+        keys, mine = batch.keys, batch.mine
+        missing = {keys[i] for i in mine}
+
+        def all_here() -> bool:
+            missing.difference_update(self.samples)
+            return not missing
+
+        what = f"samples of step {batch.header.step}"
+        self.wait_for(all_here, "receive", self.config.deadlines.message_s, what)
+        return [self.samples.pop(key) if i in mine and key in self.samples else None for i, key in enumerate(keys)]
+
+    def learn(self, batch: Announced, trajectories: list[Trajectory | None]) -> StepResult:
+        settings = self.config.trainer.advantage
+        values = advantages(
+            batch.table["reward"],
+            batch.table["group_id"],
+            batch.table["num_response"],
+            group_norm=settings.group_norm,
+            batch_norm=settings.batch_norm,
+        )
+        with self.reporter.activity("train_update"):
+            return self.learner.train(
+                Batch(trajectories, values, batch.header.micro_batches, batch.header.minibatch_tokens)
+            )
+
+    # ------------------------------------------------------------------------------------------ weights, files
+    def publish(self) -> None:
+        """Start the broadcast of the current version; training goes on while it travels."""
+        if self.sender is None:
+            return
+        with self.reporter.activity("publish"):
+            self.sender.wait()
+            self.report_sent()
+            self.sender.publish(self.version, named_weights(self.model))
+
+    def report_sent(self) -> None:
+        """Tell the controller, once, about a broadcast that has left completely."""
+        if self.sender is None or not self.sender.poll():
+            return
+        sent = self.sender.last
+        if sent is not None and sent.version > self.reported_version:
+            self.reported_version = sent.version
+            self.world.send(CONTROLLER, WeightsSent(sent.version, sent.num_bytes, sent.snapshot_s, sent.broadcast_s))
+
+    def export(self) -> None:
+        """Save this version, if the configuration asks for it."""
+        every = self.config.trainer.export_every
+        if self.sender is not None and every and self.version % every == 0:
+            save_model(self.model, self.tokenizer, self.run_dir.weights(self.version))
+
+    def save(self) -> None:
+        """Save the model after the last step."""
+        began_s = time.monotonic()
+        save_model(self.model, self.tokenizer, self.run_dir.model)
+        self.world.send(CONTROLLER, ModelSaved(str(self.run_dir.model), time.monotonic() - began_s))
+
+    def dump(self, step: int, trajectories: list[Trajectory | None]) -> None:
+        """Keep a batch that gave no finite loss or gradient, for a person to look at."""
+        path = self.run_dir.skipped_batch(step, self.world.rank)
+        np.savez(path, **join([t for t in trajectories if t is not None]))  # type: ignore[arg-type]
+        self.reporter.event("batch_skipped", f"step {step}: loss or gradient not finite; batch kept in {path}")
+
+    # ------------------------------------------------------------------------------------------------ messages
+    def report(self, step: int, result: StepResult, phases: dict[str, float]) -> None:
+        if self.sender is not None:
+            phases |= {"proximal_s": result.proximal_s, "update_s": phases["update_s"] - result.proximal_s}
+            self.world.send(CONTROLLER, StepFinished(step, self.version, result.skipped, result.stats, phases))
+
+    def wait_for(self, arrived: Callable[[], bool], activity: str, timeout_s: float, what: str) -> None:
+        """Handle messages until `arrived()`, or until told to stop."""
+        pause = Backoff()
+        deadline_s = time.monotonic() + timeout_s
+        with self.reporter.activity(activity):
+            while not arrived() and not self.stopped:
+                if time.monotonic() > deadline_s:
+                    raise RunError(Exit.DEADLINE, f"trainer rank {self.world.rank} waited {timeout_s:.0f} s for {what}")
+                self.handle_messages()
+                pause.sleep()
+
+    def handle_messages(self) -> None:
+        """Take what has arrived; called between micro-batches and while waiting. Never blocks."""
+        self.reporter.tick()
+        self.report_sent()
+        while (received := self.world.poll()) is not None:
+            self.handle(received)
+
+    def handle(self, received: Received) -> None:
+        match received.message:
+            case TrainBatch() as header:
+                self.announced.append(Announced(header, received.arrays))
+            case Samples():
+                self.samples |= {trajectory.key: trajectory for trajectory in split(received.arrays)}
+            case SaveModel():
+                self.save()
+            case Stop():
+                self.stopped = True
+            case other:
+                name = type(other).__name__
+                raise RunError(Exit.FAILED, f"trainer rank {self.world.rank} cannot use {name} from rank {received.source}")
