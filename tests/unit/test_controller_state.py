@@ -1,0 +1,240 @@
+"""The controller's decisions: worked examples by hand, then random schedules with every invariant checked."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_hpc.controller_state import (
+    Admit,
+    Announce,
+    BatchTrained,
+    Compose,
+    ControllerState,
+    CreditsGranted,
+    Finish,
+    GroupDone,
+    GroupRefusedByRank,
+    Leave,
+    Rules,
+    Start,
+)
+
+
+def machine(**changes) -> ControllerState:
+    settings_ = {"batch_size": 2, "group_size": 4, "steps": 3, "max_staleness": 0} | changes
+    return ControllerState(Rules(**settings_), validate=True)
+
+
+def started(places: dict[int, int], **changes) -> tuple[ControllerState, list]:
+    state = machine(**changes)
+    for rank, samples in places.items():
+        state.handle(CreditsGranted(rank, samples))
+    return state, state.handle(Start())
+
+
+def admitted(instructions: list) -> list[int]:
+    return [i.group_id for i in instructions if isinstance(i, Admit)]
+
+
+def done(state: ControllerState, group_id: int, correct: int = 2) -> list:
+    return state.handle(GroupDone(group_id, usable=4, correct=correct))
+
+
+# ------------------------------------------------------------------------------------------------- by hand
+def test_nothing_is_admitted_before_the_start():
+    state = machine()
+    assert state.handle(CreditsGranted(5, 100)) == []
+
+
+def test_eta_0_is_synchronous():
+    state, out = started({5: 100})
+    assert out == [Admit(0, 5, 0), Admit(1, 5, 0)]
+    assert done(state, 1) == []
+    assert done(state, 0) == [Compose(1, (0, 1))]
+    assert state.handle(BatchTrained(skipped=False)) == [Announce(1), Admit(2, 5, 1), Admit(3, 5, 1)]
+
+
+@pytest.mark.parametrize("eta, expected", [(0, 2), (1, 4), (4, 10)])
+def test_outstanding_is_at_most_eta_plus_1_batches(eta, expected):
+    _, out = started({5: 1000}, max_staleness=eta, steps=100)
+    assert len(admitted(out)) == expected
+
+
+def test_without_a_limit_the_last_step_is_the_limit():
+    _, out = started({5: 1000}, max_staleness=math.inf, steps=7)
+    assert len(admitted(out)) == 14
+
+
+def test_places_on_the_ranks_are_a_limit_of_their_own():
+    state, out = started({5: 4, 6: 8}, max_staleness=4)
+    assert [(i.group_id, i.rank) for i in out] == [(0, 6), (1, 5), (2, 6)]
+    assert state.handle(CreditsGranted(5, 3)) == []
+    assert state.handle(CreditsGranted(5, 1)) == [Admit(3, 5, 0)]
+
+
+def test_the_cap_on_running_groups_does_not_depend_on_eta():
+    state, out = started({5: 1000}, max_staleness=math.inf, max_running_groups=1, batch_size=2)
+    assert admitted(out) == [0]
+    assert admitted(done(state, 0)) == [1]
+
+
+def test_a_cap_below_the_batch_size_still_fills_a_batch_at_eta_0():
+    state, _ = started({5: 1000}, max_running_groups=1)
+    done(state, 0)
+    assert done(state, 1) == [Compose(1, (0, 1))]
+
+
+def test_a_filtered_group_leaves_the_count_and_is_replaced_by_a_new_id():
+    state, _ = started({5: 1000}, min_success=0.05, max_success=0.95)
+    assert done(state, 0, correct=4) == [Leave(0, 5, "filtered"), Admit(2, 5, 0)]
+    assert done(state, 1, correct=0) == [Leave(1, 5, "filtered"), Admit(3, 5, 0)]
+    done(state, 2)
+    assert done(state, 3) == [Compose(1, (2, 3))]
+
+
+def test_a_refused_prompt_is_replaced():
+    state, _ = started({5: 1000})
+    assert state.handle(GroupRefusedByRank(0)) == [Leave(0, 5, "refused"), Admit(2, 5, 0)]
+
+
+def test_a_group_with_too_few_scored_samples_leaves():
+    state, _ = started({5: 1000}, min_usable=2)
+    assert state.handle(GroupDone(0, usable=1, correct=1))[0] == Leave(0, 5, "unscored")
+
+
+def test_a_skipped_batch_leaves_the_count_so_eta_0_goes_on():
+    state, _ = started({5: 1000})
+    done(state, 0)
+    done(state, 1)
+    assert state.handle(BatchTrained(skipped=True)) == [
+        Leave(0, 5, "skipped"),
+        Leave(1, 5, "skipped"),
+        Admit(2, 5, 0),
+        Admit(3, 5, 0),
+    ]
+    assert state.version == 0
+
+
+def test_oldest_first_takes_what_is_ready_by_admission_order():
+    state, _ = started({5: 1000}, max_staleness=1)
+    done(state, 3)
+    assert done(state, 1) == [Compose(1, (1, 3))]
+
+
+def test_strict_order_waits_for_the_straggler():
+    state, _ = started({5: 1000}, max_staleness=1, order="strict")
+    done(state, 3)
+    done(state, 1)
+    assert done(state, 2) == []
+    assert done(state, 0) == [Compose(1, (0, 1)), Compose(2, (2, 3))]
+
+
+def test_strict_order_goes_on_when_the_straggler_is_filtered():
+    state, _ = started({5: 1000}, max_staleness=1, order="strict", min_success=0.1)
+    done(state, 1)
+    done(state, 2)
+    assert Compose(1, (1, 2)) in done(state, 0, correct=0)
+
+
+def test_one_batch_travels_while_one_is_trained_and_no_more():
+    state, _ = started({5: 1000}, max_staleness=4)
+    composed = [i for g in range(6) for i in done(state, g) if isinstance(i, Compose)]
+    assert composed == [Compose(1, (0, 1)), Compose(2, (2, 3))]
+    assert Compose(3, (4, 5)) in state.handle(BatchTrained(skipped=False))
+
+
+def test_the_end_by_steps():
+    state, _ = started({5: 1000}, steps=1)
+    done(state, 0)
+    done(state, 1)
+    assert state.handle(BatchTrained(skipped=False)) == [Announce(1), Finish("last step reached")]
+    assert state.handle(CreditsGranted(5, 8)) == []
+
+
+def test_the_end_by_data():
+    state, out = started({5: 1000}, max_staleness=4, num_prompts=3)
+    assert admitted(out) == [0, 1, 2]
+    done(state, 0)
+    done(state, 1)
+    assert done(state, 2) == []
+    assert state.handle(BatchTrained(skipped=False)) == [Announce(1), Finish("data set exhausted")]
+    assert state.outstanding() == {2: 5}
+
+
+def test_resume_counts_what_was_consumed():
+    rules = Rules(batch_size=2, group_size=4, steps=100, max_staleness=1)
+    state = ControllerState.resume(rules, version=7, next_id=30, validate=True)
+    state.handle(CreditsGranted(5, 1000))
+    out = state.handle(Start())
+    assert out == [Admit(30, 5, 7), Admit(31, 5, 7), Admit(32, 5, 7), Admit(33, 5, 7)]
+    done(state, 30)
+    assert done(state, 31) == [Compose(8, (30, 31))]
+
+
+def test_waiting_for_names_what_blocks():
+    state, _ = started({5: 1000}, min_success=0.5)
+    done(state, 0, correct=0)
+    assert state.waiting_for() == "version 0: 0 of 2 groups ready, 2 running, 0 batches with the trainers, 1 filtered"
+
+
+# --------------------------------------------------------------------------------------------- random schedules
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.data(),
+    batch_size=st.integers(1, 5),
+    eta=st.sampled_from([0, 1, 4, math.inf]),
+    order=st.sampled_from(["admission", "strict"]),
+    ranks=st.integers(1, 3),
+    steps=st.integers(1, 6),
+    cap=st.sampled_from([None, 1, 3]),
+)
+def test_any_schedule_ends_within_the_bound(data, batch_size, eta, order, ranks, steps, cap):
+    """Random completion order, rejections and skips: no deadlock, and the staleness bound holds.
+
+    A group's first token comes from a version of at least its min_version, so lag <= consumption version - min_version.
+    """
+    rules = Rules(batch_size, 2, steps, eta, order, cap, 0.1, 0.9)
+    state = ControllerState(rules, validate=True)
+    floor: dict[int, int] = {}
+    training: list[Compose] = []
+    consumed: list[int] = []
+    admissions = skips = 0
+
+    def take(instructions):
+        nonlocal admissions
+        for instruction in instructions:
+            if isinstance(instruction, Admit):
+                admissions += 1
+                floor[instruction.group_id] = instruction.min_version
+            elif isinstance(instruction, Compose):
+                training.append(instruction)
+
+    for rank in range(ranks):
+        take(state.handle(CreditsGranted(rank, data.draw(st.integers(2, 9)))))
+    take(state.handle(Start()))
+    while not state.finished:
+        choices = sorted(state.running) + (["train"] if training else [])
+        assert choices, f"deadlock: {state.waiting_for()}"
+        choice = data.draw(st.sampled_from(choices))
+        if choice == "train":
+            batch = training.pop(0)
+            skipped = skips < 2 and data.draw(st.booleans())
+            skips += skipped
+            if not skipped:
+                consumed += batch.group_ids
+                if order == "strict":
+                    assert max(state.version - floor[g] for g in batch.group_ids) <= eta
+            take(state.handle(BatchTrained(skipped)))
+        else:
+            correct = data.draw(st.sampled_from([1, 1, 1, 0])) if admissions < 60 else 1
+            rank = state.running[choice]
+            take(state.handle(GroupDone(choice, 2, correct)))
+            take(state.handle(CreditsGranted(rank, 2)))
+    assert state.version == steps
+    assert len(consumed) == len(set(consumed)) == steps * batch_size
+    if order == "strict":
+        assert consumed == sorted(consumed)

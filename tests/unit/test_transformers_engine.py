@@ -1,0 +1,366 @@
+"""The transformers engine: every token is checked against an ordinary forward of the weights that sampled it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import FAMILIES, VOCAB, plain_logprobs, tiny_model
+from transformers import PreTrainedModel
+
+from areal_hpc import models
+from areal_hpc.engines.base import Completion, Request
+from areal_hpc.engines.transformers_engine import TransformersEngine
+from areal_hpc.sampling import uniforms
+from areal_hpc.trajectory import Key
+
+EOS = 1
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)  # with more, MKL splits products by batch size and the last bit may differ
+
+
+def engine_of(family: str = "qwen2", seed: int = 0, **options: object) -> TransformersEngine:
+    defaults = dict(num_slots=4, max_len=128, temperature=1.0, eos_ids=(), prefill_tokens=64)
+    return TransformersEngine(tiny_model(family, seed), **(defaults | options))
+
+
+def request(group: int, sample: int = 0, *, prompt_len: int = 7, budget: int = 20, min_version: int = 0) -> Request:
+    """Samples of one group share a prompt; every sample has its own stream."""
+    prompt = tuple(np.random.default_rng(group).integers(2, VOCAB, prompt_len).tolist())
+    return Request((group, sample), prompt, budget, seed=1000 * group + sample, min_version=min_version)
+
+
+def mixed_requests(num_groups: int = 6, group_size: int = 3) -> list[Request]:
+    budgets = np.random.default_rng(0).integers(1, 40, (num_groups, group_size))
+    return [
+        request(g, s, prompt_len=1 + 5 * (g % 4), budget=int(budgets[g, s]))
+        for g in range(num_groups)
+        for s in range(group_size)
+    ]
+
+
+def weights_of(family: str, seed: int) -> list[tuple[str, torch.Tensor]]:
+    return list(models.named_weights(tiny_model(family, seed)).items())
+
+
+def run(engine: TransformersEngine, steps: int | None = None) -> list[Completion]:
+    """Step until idle, or `steps` times."""
+    completions: list[Completion] = []
+    while engine.num_running or engine.num_waiting if steps is None else steps:
+        completions += engine.step()
+        steps = None if steps is None else steps - 1
+    return completions
+
+
+def by_key(completions: Sequence[Completion]) -> dict[Key, Completion]:
+    assert len({c.key for c in completions}) == len(completions)
+    return {c.key: c for c in completions}
+
+
+def largest_error(
+    completions: Sequence[Completion], requests: Sequence[Request], policies: dict[int, PreTrainedModel], temperature: float = 1.0
+) -> float:
+    """Largest difference between stored log-probs and those of the version each token names."""
+    prompts, worst = {r.key: r.prompt for r in requests}, 0.0
+    for done in completions:
+        prompt = prompts[done.key]
+        for version in set(done.versions.tolist()):
+            with torch.no_grad():
+                fresh = plain_logprobs(policies[version], [*prompt, *done.tokens.tolist()], len(prompt), temperature)
+            its_own = done.versions == version
+            worst = max(worst, float(np.abs(fresh.numpy() - done.logprobs)[its_own].max()))
+    return worst
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_equal_a_full_forward(family: str, temperature: float) -> None:
+    engine, requests = engine_of(family, temperature=temperature), mixed_requests()
+    engine.submit(requests)
+    completions = run(engine)
+    assert {c.key: len(c.tokens) for c in completions} == {r.key: r.max_new_tokens for r in requests}
+    assert all(c.tokens.dtype == np.int32 and c.logprobs.dtype == np.float32 for c in completions)
+    assert largest_error(completions, requests, {0: tiny_model(family)}, temperature) < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_token_belongs_to_its_version_across_three_swaps(family: str) -> None:
+    engine, requests = engine_of(family), mixed_requests()
+    engine.submit(requests)
+    completions = run(engine, 5)
+    for version in (1, 2, 5):
+        engine.load_weights(version, weights_of(family, version))
+        assert engine.version == version
+        completions += run(engine, 6)
+    completions += run(engine)
+    policies = {0: tiny_model(family)} | {v: tiny_model(family, v) for v in (1, 2, 5)}
+    assert largest_error(completions, requests, policies) < 1e-5
+    assert max(len(set(c.versions.tolist())) for c in completions) == 4  # one sample lived through all of them
+    assert all((np.diff(c.versions) >= 0).all() for c in completions)
+
+
+def test_stale_entries_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check above fails when an engine goes on with the KV entries of the old weights."""
+    engine, requests = engine_of(), [request(g, budget=40) for g in range(4)]
+    engine.submit(requests)
+    run(engine, 10)
+    real = TransformersEngine._load
+
+    def keep_entries(self: TransformersEngine, *args: object) -> object:
+        kept = self._cache
+        swap = real(self, *args)
+        self._cache = kept
+        return swap
+
+    monkeypatch.setattr(TransformersEngine, "_load", keep_entries)
+    engine.load_weights(1, weights_of("qwen2", 1))
+    assert largest_error(run(engine), requests, {0: tiny_model("qwen2"), 1: tiny_model("qwen2", 1)}) > 0.1
+
+
+def test_swaps_report_what_they_interrupted() -> None:
+    engine = engine_of(num_slots=3)
+    engine.submit([request(g, prompt_len=5 + g, budget=9) for g in range(4)])
+    run(engine, 4)
+    swap = engine.load_weights(1, weights_of("qwen2", 1))
+    assert (swap.version, swap.interrupted) == (1, 3) and swap.pause_s > 0
+    assert swap.reprefilled_tokens == (5 + 6 + 7) + 3 * 3  # the newest of 4 tokens has no entry yet
+    run(engine, 1)
+    engine.load_weights(2, weights_of("qwen2", 2))
+    done = by_key(run(engine))
+    assert [done[g, 0].interruptions for g in range(4)] == [2, 2, 2, 0]
+    assert done[0, 0].versions.tolist() == [0] * 4 + [1] + [2] * 4
+    assert done[3, 0].versions.tolist() == [2] * 9
+    assert engine.load_weights(3, weights_of("qwen2", 3)).interrupted == 0
+
+
+@pytest.mark.parametrize("version", [0, 3, 4])
+def test_versions_must_rise(version: int) -> None:
+    engine = engine_of()
+    engine.load_weights(4, weights_of("qwen2", 4))
+    with pytest.raises(ValueError, match="must rise"):
+        engine.load_weights(version, weights_of("qwen2", 1))
+    assert engine.version == 4
+
+
+def test_an_incomplete_set_of_weights_leaves_the_old_policy_at_work() -> None:
+    engine, requests = engine_of(), mixed_requests()
+    engine.submit(requests)
+    completions = run(engine, 3)
+    with pytest.raises(ValueError, match="missing"):
+        engine.load_weights(1, weights_of("qwen2", 1)[:-1])
+    completions += run(engine)
+    assert engine.version == 0 and largest_error(completions, requests, {0: tiny_model("qwen2")}) < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_do_not_depend_on_slots_neighbours_or_order(family: str) -> None:
+    requests = mixed_requests()
+    shuffled = [requests[i] for i in np.random.default_rng(5).permutation(len(requests))]
+    outcomes = []
+    for num_slots, order, prefill_tokens in ((8, requests, 64), (1, requests, 64), (5, shuffled, 1), (40, shuffled, 64)):
+        engine = engine_of(family, num_slots=num_slots, prefill_tokens=prefill_tokens, eos_ids=(EOS,))
+        engine.submit(order)
+        outcomes.append(by_key(run(engine)))
+    for outcome in outcomes[1:]:
+        assert outcome.keys() == outcomes[0].keys()
+        for key, done in outcome.items():
+            assert np.array_equal(done.tokens, outcomes[0][key].tokens), key
+            assert np.array_equal(done.logprobs, outcomes[0][key].logprobs), key  # bit for bit
+
+
+def test_a_long_sample_uses_each_number_of_its_stream_once() -> None:
+    """With all logits 0 the token is floor(u * V), so the stream can be read off, across its blocks of 64."""
+    engine = engine_of(max_len=256)
+    zeros = [(name, torch.zeros_like(tensor)) for name, tensor in weights_of("qwen2", 0)]
+    engine.load_weights(1, zeros)
+    engine.submit([request(3, budget=200)])
+    run(engine, 70)
+    engine.load_weights(2, zeros)
+    (done,) = run(engine)
+    assert done.tokens.tolist() == np.floor(uniforms(3000, 0, 200) * VOCAB).astype(int).tolist()
+
+
+def test_groups_share_the_prefill_of_their_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, requests = engine_of(num_slots=6), [request(2, s, prompt_len=30, budget=6 + s) for s in range(9)]
+    prefilled: list[int] = []
+    real = TransformersEngine._forward
+    monkeypatch.setattr(
+        TransformersEngine, "_forward", lambda self, prompts, *a, **k: prefilled.extend(prompts) or real(self, prompts, *a, **k)
+    )
+    engine.submit(requests)
+    completions = run(engine)
+    assert len(prefilled) == 1 and len(completions) == 9
+    assert largest_error(completions, requests, {0: tiny_model("qwen2")}) < 1e-5
+
+
+def test_freed_slots_are_filled_at_once() -> None:
+    engine, requests = engine_of(num_slots=4), mixed_requests(8, 4)
+    engine.submit(requests)
+    steps = decoded = 0
+    while engine.num_waiting:
+        before = engine.num_waiting
+        finished = engine.step()
+        steps, decoded = steps + 1, decoded + 4
+        assert engine.num_running + len(finished) == 4 and engine.num_free == 4 - engine.num_running
+        assert before - engine.num_waiting <= 4
+    assert steps > 10
+
+
+def test_prefill_budget_spreads_the_start() -> None:
+    engine = engine_of(num_slots=8, prefill_tokens=20)
+    engine.submit([request(g, prompt_len=11, budget=30) for g in range(4)] + [request(9, prompt_len=50, budget=30)])
+    running = []
+    for _ in range(3):
+        engine.step()
+        running.append(engine.num_running)
+    assert running == [2, 4, 5]  # 10 new entries a prompt; the long prompt goes through alone
+
+
+def test_min_version_holds_a_request_back_but_nobody_behind_it() -> None:
+    engine = engine_of()
+    engine.submit([request(0, min_version=2), request(1, min_version=1), request(2), request(3, min_version=1)])
+    completions = run(engine, 3)
+    assert (engine.num_running, engine.num_waiting) == (1, 3)
+    engine.load_weights(1, weights_of("qwen2", 1))
+    run(engine, 1)
+    assert (engine.num_running, engine.num_waiting) == (3, 1)
+    engine.load_weights(2, weights_of("qwen2", 2))
+    done = by_key(completions + run(engine))
+    assert {key[0]: int(c.versions[0]) for key, c in done.items()} == {0: 2, 1: 1, 2: 0, 3: 1}
+    assert done[1, 0].started_s <= done[3, 0].started_s < done[0, 0].started_s
+
+
+def test_only_gated_requests_is_an_idle_step() -> None:
+    engine = engine_of()
+    engine.submit([request(0, min_version=1)])
+    assert engine.step() == [] and (engine.num_running, engine.num_waiting) == (0, 1)
+
+
+def test_eos_ends_a_response_and_is_part_of_it() -> None:
+    engine, requests = engine_of(eos_ids=(EOS, 5), num_slots=8), [request(g, budget=100) for g in range(20)]
+    engine.submit(requests)
+    completions = run(engine)
+    assert {c.finish for c in completions} == {"eos", "length"} or all(c.finish == "eos" for c in completions)
+    assert any(c.finish == "eos" for c in completions)
+    for done in completions:
+        ended = np.isin(done.tokens, (EOS, 5))
+        assert not ended[:-1].any() and bool(ended[-1]) == (done.finish == "eos")
+        assert done.finish == "eos" or len(done.tokens) == 100
+    assert largest_error(completions, requests, {0: tiny_model("qwen2")}) < 1e-5
+
+
+def test_end_token_on_the_last_of_the_budget_counts_as_eos() -> None:
+    engine = engine_of(eos_ids=tuple(range(VOCAB)))
+    engine.submit([request(0, budget=1)])
+    assert run(engine)[0].finish == "eos"
+
+
+def test_a_request_may_fill_max_len_exactly() -> None:
+    engine, requests = engine_of(max_len=33), [request(0, prompt_len=13, budget=20), request(1, prompt_len=32, budget=1)]
+    engine.submit(requests)
+    completions = run(engine)
+    assert [len(c.tokens) for c in completions] == [1, 20]
+    assert largest_error(completions, requests, {0: tiny_model("qwen2")}) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("bad", "complaint"),
+    [
+        (request(0), "in flight"),
+        (request(7), "in flight"),
+        (Request((8, 0), (), 4, 0), "at least one"),
+        (Request((8, 0), (2,), 0, 0), "at least one"),
+        (request(8, prompt_len=120, budget=9), "exceed max_len 128"),
+        (Request((8, 0), (2, VOCAB), 4, 0), "outside 0 .. 28"),
+        (Request((8, 0), (-1, 2), 4, 0), "outside 0 .. 28"),
+        (Request((8, 0), (2,), 4, -5), "seed"),
+    ],
+)
+def test_bad_requests_are_refused_and_nothing_with_them(bad: Request, complaint: str) -> None:
+    engine = engine_of()
+    engine.submit([request(0), request(1)])
+    engine.step()
+    with pytest.raises(ValueError, match=complaint):
+        engine.submit([request(7), bad])
+    assert engine.num_waiting == 0 and len(run(engine)) == 2
+    engine.submit([request(0)])  # a finished key may come again
+    assert len(run(engine)) == 1
+
+
+@pytest.mark.parametrize("options", [{"num_slots": 0}, {"max_len": 1}, {"prefill_tokens": 0}, {"max_len": 257}])
+def test_impossible_engines_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError):
+        engine_of(**options)
+
+
+def test_started_and_finished_are_in_order() -> None:
+    engine, begin = engine_of(num_slots=2), time.monotonic()
+    engine.submit([request(0, budget=3), request(1, budget=9), request(2, budget=2), request(3, budget=4)])
+    completions = run(engine)
+    # 0 ends at step 3, 2 (steps 4-5) at 5, then 3 (steps 6-9) ends together with 1 at step 9: older first
+    assert [c.key[0] for c in completions] == [0, 2, 1, 3]
+    done = by_key(completions)
+    starts = [done[g, 0].started_s for g in range(4)]
+    assert begin <= starts[0] == starts[1] < done[0, 0].finished_s <= starts[2] < done[2, 0].finished_s <= starts[3]
+    assert done[1, 0].finished_s == done[3, 0].finished_s <= time.monotonic()
+
+
+def test_without_interruption_running_samples_end_on_the_old_weights() -> None:
+    engine, requests = engine_of(num_slots=2, interrupt=False), [request(g, budget=6 + g) for g in range(4)]
+    engine.submit(requests)
+    completions = run(engine, 2)
+    received = [(name, tensor.clone()) for name, tensor in weights_of("qwen2", 1)]
+    assert engine.load_weights(1, received) is None
+    for _, tensor in received:
+        tensor.fill_(float("nan"))  # the receive buffer may be used again
+    completions += run(engine, 5)
+    assert engine.version == 1 and engine.num_running == 0 and engine.num_waiting == 2  # nothing new started meanwhile
+    swap = engine.take_swap()
+    assert (swap.version, swap.interrupted, swap.reprefilled_tokens) == (1, 0, 0) and engine.take_swap() is None
+    completions += run(engine)
+    done = by_key(completions)
+    assert [set(done[g, 0].versions.tolist()) for g in range(4)] == [{0}, {0}, {1}, {1}]
+    assert all(c.interruptions == 0 for c in completions)
+    assert largest_error(completions, requests, {0: tiny_model("qwen2"), 1: tiny_model("qwen2", 1)}) < 1e-5
+
+
+def test_without_interruption_a_newer_set_replaces_the_one_kept_aside() -> None:
+    engine = engine_of(interrupt=False)
+    assert engine.load_weights(1, weights_of("qwen2", 1)).version == 1  # idle: at once
+    engine.submit([request(0, budget=4)])
+    engine.step()
+    assert engine.load_weights(2, weights_of("qwen2", 2)) is None
+    with pytest.raises(ValueError, match="must rise"):
+        engine.load_weights(2, weights_of("qwen2", 2))
+    with pytest.raises(ValueError, match="missing"):
+        engine.load_weights(3, weights_of("qwen2", 3)[:-1])
+    assert engine.load_weights(4, weights_of("qwen2", 4)) is None
+    run(engine)
+    assert engine.version == 4 and engine.take_swap().version == 4
+
+
+def test_broken_weights_are_named() -> None:
+    engine = engine_of()
+    engine.submit([request(5, 2)])
+    engine.step()
+    engine.load_weights(3, [(name, torch.full_like(tensor, float("nan"))) for name, tensor in weights_of("qwen2", 0)])
+    with pytest.raises(FloatingPointError, match=r"version 3 .*\(5, 2\)"):
+        engine.step()
+
+
+def test_greedy_takes_the_most_likely_token() -> None:
+    engine = engine_of(temperature=0.0)
+    engine.submit([request(0, budget=12)])
+    (done,) = run(engine)
+    context = list(request(0).prompt)
+    for token in done.tokens.tolist():
+        with torch.no_grad():
+            assert token == int(tiny_model("qwen2")(torch.tensor([context])).logits[0, -1].argmax())
+        context.append(token)
+    assert (done.logprobs == 0).all()
