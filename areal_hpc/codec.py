@@ -51,7 +51,11 @@ class CodecError(ValueError):
     """Bytes, or a message to be sent, that do not fit the protocol."""
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+# Inherited by every message. By name, because type checkers want `frozen=True` repeated on each subclass otherwise.
+STRICT: dict[str, Any] = {"frozen": True, "tag": True, "forbid_unknown_fields": True}
+
+
+class Message(msgspec.Struct, **STRICT):
     """Base of everything ranks tell each other. `ARRAYS`: name -> numpy dtype of the arrays that travel beside it."""
 
     ARRAYS: ClassVar[Mapping[str, str]] = {}
@@ -213,6 +217,9 @@ class Codec:
         inline_bytes: payloads up to this size travel in one piece with their header.
         chunk_bytes: larger ones are cut into chunks of this size.
         max_payload_bytes: a larger payload is refused on both sides; bounds what a receiver allocates.
+
+    Attributes:
+        max_frame_bytes: largest piece that holds a frame; bounds what a receiver allocates before decoding.
     """
 
     def __init__(
@@ -230,20 +237,19 @@ class Codec:
         for kind in types:
             for name, dtype in kind.ARRAYS.items():
                 if np.dtype(dtype).kind not in "biuf":
-                    raise CodecError(f"{kind.__name__}.{name}: dtype {dtype} cannot travel; use bool, int, uint or float")
-        self._types = tuple(types)
+                    raise CodecError(f"{kind.__name__}.{name}: dtype {dtype} cannot travel; use bool, int or float")
+        self._declared = {
+            kind: [(name, np.dtype(dtype).name) for name, dtype in kind.ARRAYS.items()] for kind in types
+        }
         self._inline_bytes = inline_bytes
         self._chunk_bytes = chunk_bytes
         self._max_payload_bytes = max_payload_bytes
         self._encoder = msgspec.msgpack.Encoder()
-        union: Any = reduce(or_, self._types)
+        union: Any = reduce(or_, types)
         self._decoder = msgspec.msgpack.Decoder(tuple[union, tuple[ArraySpec, ...]])
+        most_arrays = max(len(kind.ARRAYS) for kind in types)
+        self.max_frame_bytes = ENVELOPE.size + MAX_HEADER_BYTES + inline_bytes + most_arrays * TRAILER_DTYPE.itemsize
 
-    @property
-    def max_frame_bytes(self) -> int:
-        """Largest frame that may arrive in one piece: bounds what a receiver allocates before it has decoded anything."""
-        trailer_bytes = max(len(kind.ARRAYS) for kind in self._types) * TRAILER_DTYPE.itemsize
-        return ENVELOPE.size + MAX_HEADER_BYTES + self._inline_bytes + trailer_bytes
 
     def encode(
         self, message: Message, arrays: Arrays | None = None, *, source: int, sequence: int, attempt: int
@@ -254,7 +260,7 @@ class Codec:
         type, or the arrays differ from `ARRAYS` in name or dtype.
         """
         contiguous = self._contiguous(message, arrays or {})
-        specs = [ArraySpec(name, array.dtype.name, array.shape) for name, array in contiguous.items()]
+        specs = [ArraySpec(name, dtype, contiguous[name].shape) for name, dtype in self._declared[type(message)]]
         header = self._pack(message, specs)
         buffers = [array.reshape(-1).view(np.uint8).data for array in contiguous.values()]
         payload_bytes = sum(len(buffer) for buffer in buffers)
@@ -309,8 +315,9 @@ class Codec:
 
     def _contiguous(self, message: Message, arrays: Arrays) -> dict[str, NDArray[Any]]:
         kind = type(message)
-        if kind not in self._types:
-            raise CodecError(f"unknown message type {kind.__name__}; known: {_names(self._types)}")
+        if kind not in self._declared:
+            known = ", ".join(other.__name__ for other in self._declared)
+            raise CodecError(f"unknown message type {kind.__name__}; known: {known}")
         if set(arrays) != set(kind.ARRAYS):
             raise CodecError(f"{kind.__name__}: arrays {sorted(arrays)}, declared {sorted(kind.ARRAYS)}")
         for name, dtype in kind.ARRAYS.items():
@@ -332,16 +339,14 @@ class Codec:
         if envelope.payload_bytes > self._max_payload_bytes:
             raise CodecError(f"payload of {envelope.payload_bytes} bytes, limit {self._max_payload_bytes}")
         if envelope.chunk_bytes and envelope.payload_bytes // envelope.chunk_bytes > MAX_CHUNKS:
-            raise CodecError(
-                f"payload of {envelope.payload_bytes} bytes in chunks of {envelope.chunk_bytes}, limit {MAX_CHUNKS} chunks"
-            )
+            what = f"payload of {envelope.payload_bytes} bytes in chunks of {envelope.chunk_bytes}"
+            raise CodecError(f"{what}, limit {MAX_CHUNKS} chunks")
 
     def _check_specs(self, message: Any, specs: Sequence[ArraySpec], envelope: Envelope) -> None:
         kind = type(message)
         announced = [(spec.name, spec.dtype) for spec in specs]
-        declared = [(name, np.dtype(dtype).name) for name, dtype in kind.ARRAYS.items()]
-        if announced != declared:
-            raise CodecError(f"{kind.__name__}: arrays {announced}, declared {declared}")
+        if announced != self._declared[kind]:
+            raise CodecError(f"{kind.__name__}: arrays {announced}, declared {self._declared[kind]}")
         for spec in specs:
             # Python integers: a hostile shape must not overflow, nor hide behind a zero.
             span = math.prod(max(1, extent) for extent in spec.shape) * np.dtype(spec.dtype).itemsize
@@ -379,7 +384,3 @@ def _header_crc(envelope: bytes | memoryview, header: bytes | memoryview) -> int
 
 def _chunk_crc(header_crc: int, index: int, chunk: memoryview) -> int:
     return crc32c(chunk, (header_crc + index) & 0xFFFFFFFF)
-
-
-def _names(types: Sequence[type]) -> str:
-    return ", ".join(kind.__name__ for kind in types)

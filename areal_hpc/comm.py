@@ -1,7 +1,7 @@
 """One MPI world: typed messages from any rank to any other, without a blocking call.
 
-The only file that imports mpi4py. Buffers only (capital-letter calls), host memory only, and no collective after the
-start, so that a lost rollout rank stops nobody where the MPI library lets its neighbours live.
+The only file that imports mpi4py. Buffers only (capital-letter calls), host memory only, and no collective between
+start and end, so that a lost rollout rank stops nobody where the MPI library lets its neighbours live.
 
 Nothing happens behind the caller's back: messages move while `progress`, `poll`, `recv` or `flush` runs. A rank that
 computes for long calls `progress()` now and then. Waiting is probing with a sleep that grows with the time waited: a
@@ -12,22 +12,18 @@ follow on TAG_PAYLOAD; MPI keeps the order per source and tag, so the receiver p
 
 Healthy end: every rank calls `close()`, which flushes and finalizes MPI within a deadline. Any other end: `abort(code)`
 takes the whole world down with that exit code; leaving a `with World(...)` block by an exception does it.
-
-Departs from AReaL, whose services talk HTTP.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
-import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, NoReturn, TypeVar, final
 
 import mpi4py
@@ -39,7 +35,7 @@ from areal_hpc.warm_blocks import WarmBlocks
 
 mpi4py.rc.initialize = False  # importing this file starts nothing; World does
 mpi4py.rc.finalize = False
-from mpi4py import MPI
+from mpi4py import MPI  # noqa: E402
 
 T = TypeVar("T")
 
@@ -50,7 +46,7 @@ MIN_SLEEP_S = 50e-6
 MAX_SLEEP_S = 20e-3
 START_S = 300.0
 STALL_S = 120.0
-EXIT_S = 15.0
+EXIT_S = 60.0
 HELD_BYTES = 4 * 1024**3
 HELD_MESSAGES = 4096
 
@@ -76,7 +72,6 @@ class Received:
 class Parcel:
     """A message on its way out. Keeps its buffers alive until MPI has read them."""
 
-    dest: int
     name: str
     frame: Frame
     requests: list[MPI.Request]
@@ -151,17 +146,18 @@ class World:
         self.check = SequenceCheck(attempt)
         self.rank: int = MPI.COMM_WORLD.Get_rank()
         self.size: int = MPI.COMM_WORLD.Get_size()
-        self.library = MPI.Get_library_version().strip().split("\n")[0].strip()
+        self.library = " ".join(MPI.Get_library_version().splitlines()[0].split())
         self._stall_s = stall_s
         self._held_limit = held_bytes
         self._held_bytes = 0
         self._next_sequence: dict[int, int] = {}
-        self._outbox: list[Parcel] = []
+        self._outbox: dict[int, deque[Parcel]] = {}
         self._arriving: dict[int, deque[Arrival]] = {}
         self._ready: deque[Received] = deque()
         self._blocks = WarmBlocks()
         self._moved = False
-        self._heard = "nothing heard yet from anybody"
+        self._status = MPI.Status()
+        self._heard = "nothing since the start"
         self._heard_s = self._progressed_s = time.monotonic()
         self.comm, request = MPI.COMM_WORLD.Idup()
         self._wait(request.Test, START_S, f"all {self.size} ranks to start")
@@ -176,8 +172,6 @@ class World:
 
         Raises CodecError when message and arrays do not fit the schema, CommError when MPI refuses.
         """
-        if not 0 <= dest < self.size:
-            raise CommError(f"rank {self.rank}: no rank {dest} in a world of {self.size}")
         sequence = self._next_sequence.get(dest, 0)
         frame = self.codec.encode(message, arrays, source=self.rank, sequence=sequence, attempt=self.attempt)
         self._next_sequence[dest] = sequence + 1
@@ -186,42 +180,35 @@ class World:
             self._held_bytes += incoming.envelope.payload_bytes
             self._ready.append(Received(dest, incoming.message, copies))
             return
-        with self._blame(dest, "to"):
-            self._post(dest, type(message).__name__, frame)
+        try:
+            requests = self._post(dest, frame)
+        except MPI.Exception as error:
+            raise self._blamed(error, f"to rank {dest}") from error
+        parcel = Parcel(type(message).__name__, frame, requests, time.monotonic())
+        self._outbox.setdefault(dest, deque()).append(parcel)
 
-    def _post(self, dest: int, name: str, frame: Frame) -> None:
-        requests: list[MPI.Request] = []
-        self._outbox.append(Parcel(dest, name, frame, requests, time.monotonic()))
-
-        def post(part: bytes | memoryview, tag: int) -> None:
-            requests.append(self.comm.Isend([part, MPI.BYTE], dest, tag))
+    def _post(self, dest: int, frame: Frame) -> list[MPI.Request]:
+        def post(part: bytes | memoryview, tag: int) -> MPI.Request:
+            return self.comm.Isend([part, MPI.BYTE], dest, tag)
 
         if frame.inline:
-            post(frame.joined(), TAG_FRAME)
-            return
-        post(frame.header, TAG_FRAME)
+            return [post(frame.joined(), TAG_FRAME)]
         chunks = frame.chunks()
-        for chunk in chunks:
-            post(chunk, TAG_PAYLOAD)
+        requests = [post(frame.header, TAG_FRAME), *(post(chunk, TAG_PAYLOAD) for chunk in chunks)]
         crcs = []
         for index, chunk in enumerate(chunks):  # hashed while the other side takes the first ones
             crcs.append(frame.crc(index, chunk))
-            requests[-1].Test()
-        post(pack_trailer(crcs), TAG_PAYLOAD)
+            requests[-1].Test()  # moves bytes on transports that need the sender's help
+        return [*requests, post(pack_trailer(crcs), TAG_PAYLOAD)]
 
     def unsent(self) -> list[tuple[int, str, float]]:
         """(destination, message type, seconds since it was posted) of everything that has not left yet."""
         now = time.monotonic()
-        return [(parcel.dest, parcel.name, now - parcel.posted_s) for parcel in self._outbox]
+        return [(dest, parcel.name, now - parcel.posted_s) for dest, queue in self._outbox.items() for parcel in queue]
 
     def flush(self, timeout_s: float) -> None:
         """Return when all messages have left. Raises DeadlineExceeded naming those that have not."""
-
-        def sent() -> bool:
-            self.progress()
-            return not self._outbox
-
-        self._wait(sent, timeout_s, "its messages to leave")
+        self._wait(self._look_for(lambda: not self._outbox), timeout_s, "its messages to leave")
 
     # ----------------------------------------------------------------------------------------------- receiving
     def poll(self) -> Received | None:
@@ -245,33 +232,38 @@ class World:
         now = time.monotonic()
         # Only time spent here counts as waiting for a peer: a rank that computed for minutes has not waited.
         waited_s, self._progressed_s = min(1.0, now - self._progressed_s), now
-        self._outbox = [parcel for parcel in self._outbox if not self._has_left(parcel)]
+        self._empty_outbox()
         while len(self._ready) + sum(map(len, self._arriving.values())) < HELD_MESSAGES:
-            status = MPI.Status()
-            matched = self.comm.Improbe(MPI.ANY_SOURCE, TAG_FRAME, status)
+            matched = self.comm.Improbe(MPI.ANY_SOURCE, TAG_FRAME, self._status)
             if matched is None:
                 break
-            self._match(matched, status)
+            self._match(matched, self._status.Get_source(), self._status.Get_count(MPI.BYTE))
         for source, queue in list(self._arriving.items()):
-            with self._blame(source, "from"):
+            try:
                 while queue and self._advance(queue[0], waited_s):
                     queue.popleft()
+            except (CodecError, MPI.Exception) as error:
+                raise self._blamed(error, f"from rank {source}") from None
             if not queue:
                 del self._arriving[source]
 
-    def _has_left(self, parcel: Parcel) -> bool:
-        with self._blame(parcel.dest, "to"):
-            left = MPI.Request.Testall(parcel.requests)
-        self._moved |= left
-        return left
+    def _empty_outbox(self) -> None:
+        for dest, queue in list(self._outbox.items()):
+            try:
+                while queue and MPI.Request.Testall(queue[0].requests):
+                    queue.popleft()
+                    self._moved = True
+            except MPI.Exception as error:
+                raise self._blamed(error, f"to rank {dest}") from error
+            if not queue:
+                del self._outbox[dest]
 
-    def _match(self, matched: MPI.Message, status: MPI.Status) -> None:
-        source, num_bytes = status.Get_source(), status.Get_count(MPI.BYTE)
-        with self._blame(source, "from"):
-            if num_bytes > self.codec.max_frame_bytes:
-                raise CodecError(f"frame of {num_bytes} bytes, limit {self.codec.max_frame_bytes}")
-            frame = np.empty(num_bytes, np.uint8)
-            arrival = Arrival(source, frame, matched.Irecv([frame, MPI.BYTE]))
+    def _match(self, matched: MPI.Message, source: int, num_bytes: int) -> None:
+        if num_bytes > self.codec.max_frame_bytes:
+            what = f"frame of {num_bytes} bytes, limit {self.codec.max_frame_bytes}"
+            raise self._blamed(CodecError(what), f"from rank {source}")
+        frame = np.empty(num_bytes, np.uint8)
+        arrival = Arrival(source, frame, matched.Irecv([frame, MPI.BYTE]))
         # Behind earlier messages of the same source: order is kept, and payload receives are posted in that order.
         self._arriving.setdefault(source, deque()).append(arrival)
 
@@ -333,77 +325,70 @@ class World:
                 raise DeadlineExceeded(f"rank {self.rank} waited {now - start:.1f} s for {what}; {self._situation()}")
             if self._moved:
                 self._moved, quiet_since = False, now
+                continue
             # A fraction of the time waited: a long wait costs no CPU, and no wait is prolonged by more than that.
             time.sleep(min(MAX_SLEEP_S, max(MIN_SLEEP_S, (now - quiet_since) / 16)))
         return result
 
+    def _look_for(self, done: Callable[[], bool]) -> Callable[[], bool]:
+        """A look of `_wait` that also moves messages, both ways."""
+
+        def look() -> bool:
+            self.progress()
+            return done()
+
+        return look
+
     def _situation(self) -> str:
         """What a person needs to know about a wait that was too long."""
-        parts = [f"{self._heard}, {time.monotonic() - self._heard_s:.1f} s ago"]
+        parts = [f"last heard: {self._heard}, {time.monotonic() - self._heard_s:.1f} s ago"]
         parts += [f"arriving: {queue[0]}" for queue in self._arriving.values()]
         parts += [f"unsent: {name} to rank {dest}, posted {age_s:.1f} s ago" for dest, name, age_s in self.unsent()[:5]]
         return "; ".join(parts)
 
-    @contextmanager
-    def _blame(self, peer: int, direction: str) -> Iterator[None]:
-        """Put this rank and the peer in front of what went wrong."""
-        where = f"rank {self.rank}: message {direction} rank {peer}"
-        try:
-            yield
-        except CodecError as error:
-            raise CodecError(f"{where}: {error}") from None
-        except MPI.Exception as error:
-            if error.Get_error_class() == MPI.ERR_TRUNCATE:
-                raise CodecError(f"{where}: more bytes arrived than its envelope announced") from error
-            raise CommError(f"{where}: {error.Get_error_string()}") from error
+    def _blamed(self, error: Exception, peer: str) -> Exception:
+        """The error to raise: this rank and the peer in front of what went wrong."""
+        where = f"rank {self.rank}: message {peer}"
+        if isinstance(error, MPI.Exception) and error.Get_error_class() != MPI.ERR_TRUNCATE:
+            return CommError(f"{where}: {error.Get_error_string()}")
+        what = "more bytes than its envelope announced" if isinstance(error, MPI.Exception) else error
+        return CodecError(f"{where}: {what}")
 
     # ----------------------------------------------------------------------------------------------------- end
     def close(self, timeout_s: float = EXIT_S, exit_code: int = 0) -> None:
-        """Let all messages leave and finalize MPI; every rank calls it.
+        """Let all messages leave and finalize MPI once every rank has come here; a rank that waits here sleeps.
 
-        A lost rank can make MPI_Finalize wait for ever: after `timeout_s` the process says so and exits with
+        After `timeout_s` without one of them (it may be lost) the process says so and ends without MPI_Finalize, with
         `exit_code`, which should be the one it would have ended with.
         """
         if MPI.Is_finalized():
             return
         try:
             self.flush(timeout_s)
+            # MPI_Finalize spins, and for ever if a rank is lost: enter it when all others do.
+            self._wait(self._look_for(self.comm.Ibarrier().Test), timeout_s, "all ranks to close")
         except DeadlineExceeded as error:
-            print(f"areal-hpc: closing with unsent messages: {error}", file=sys.stderr, flush=True)
-        finalized = _exit_unless_done(timeout_s, exit_code, f"rank {self.rank}: MPI_Finalize")
+            print(f"areal-hpc: leaving without MPI_Finalize: {error}", file=sys.stderr, flush=True)
+            os._exit(exit_code)
+        faulthandler.dump_traceback_later(EXIT_S, exit=True)  # needs no GIL, which mpi4py holds in there
         MPI.Finalize()
-        finalized.set()
+        faulthandler.cancel_dump_traceback_later()
 
     def abort(self, code: int) -> NoReturn:
         """End every rank of the world with this exit code, at once."""
         sys.stdout.flush()
         sys.stderr.flush()
-        _exit_unless_done(EXIT_S, code, f"rank {self.rank}: MPI_Abort")
+        faulthandler.dump_traceback_later(EXIT_S, exit=True)
         MPI.COMM_WORLD.Abort(code)
         os._exit(code)
 
     def __enter__(self) -> World:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
             return
-        traceback.print_exception(kind, error, trace)
+        traceback.print_exception(error)
         code = getattr(error, "code", 1)  # SystemExit and RunError bring one
         self.abort(code if isinstance(code, int) else 1)
-
-
-def _exit_unless_done(timeout_s: float, code: int, what: str) -> threading.Event:
-    """Watch over a call that may never return: after `timeout_s` the process ends hard, unless the event is set."""
-    done = threading.Event()
-
-    def watch() -> None:
-        if not done.wait(timeout_s):
-            print(f"areal-hpc: {what} did not return within {timeout_s:.0f} s", file=sys.stderr, flush=True)
-            os._exit(code)
-
-    threading.Thread(target=watch, name="exit-watch", daemon=True).start()
-    return done

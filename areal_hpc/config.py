@@ -78,7 +78,7 @@ class DataConfig(Section):
     shuffle: bool = True
     """Draw prompts in an order that depends on the seed and the epoch, instead of file order."""
     epochs: Annotated[Count, Unit("passes over the file")] | None = None
-    """End of the run when the file has been read this often; none: repeat until the last step."""
+    """End of the run when the file has been read this often; null: repeat until the last step."""
 
 
 class RewardConfig(Section):
@@ -119,9 +119,9 @@ class ObjectiveConfig(Section):
     clip_high: Annotated[Number, Field(gt=0)] = 0.2
     """The ratio u is clipped above at 1 + clip_high."""
     dual_clip: Annotated[Number, Field(gt=1)] | None = None
-    """Bound on the ratio for negative advantages; none: off."""
+    """Bound on the ratio for negative advantages; null: off."""
     weight_cap: Annotated[Number, Field(ge=1)] | None = None
-    """Cap on the behaviour weight w = proximal / behaviour; none: no cap."""
+    """Cap on the behaviour weight w = proximal / behaviour; null: no cap."""
     cap_mode: Literal["mask", "clamp"] = "mask"
     """What happens to a token above the cap: it leaves the sum, or w is set to the cap."""
 
@@ -182,7 +182,7 @@ class StalenessConfig(Section):
     """admission: bounded when admitted, finished groups go oldest first; strict: consumed in admission order, so
     that no first token is ever older than max_staleness."""
     max_running_groups: Annotated[Count, Unit("prompt groups")] | None = None
-    """Most groups in generation at once over all rollout ranks; none: what fills all slots and one more per rank."""
+    """Most groups in generation at once over all rollout ranks; null: what fills all slots and one more per rank."""
 
     @property
     def eta(self) -> float:
@@ -214,7 +214,7 @@ class WeightsConfig(Section):
     bucket_bytes: Annotated[Count, Unit("bytes")] = 8 * 2**20
     """Size of one broadcast bucket."""
     interface: Text | None = None
-    """Network interface for the weights group, for instance ib0; none: the library chooses."""
+    """Network interface for the weights group, for instance ib0; null: the library chooses."""
 
 
 class DeadlinesConfig(Section):
@@ -295,4 +295,4 @@ class Config(Section):
 
 def load_resolved(path: Path) -> Config:
     """Read RUN/config.resolved.yaml, which was checked when it was written."""
-    return Config.model_validate(yaml.safe_load(path.read_text()))
+    return Config.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))

@@ -141,7 +141,10 @@ def _survey(node: Node, path: tuple[str, ...], document: _Document, seen: set[in
         return
     first: dict[str, int] = {}
     for key, value in node.value:
-        if not isinstance(key, ScalarNode) or key.tag == _MERGE_TAG:
+        if not isinstance(key, ScalarNode):
+            continue  # refused when the mapping is constructed
+        if key.tag == _MERGE_TAG:
+            _survey(value, path, document, seen)
             continue
         key.tag = _TEXT_TAG
         line, name = key.start_mark.line + 1, ".".join((*path, key.value))
@@ -242,7 +245,7 @@ def _translate(error: ValidationError) -> Iterator[tuple[tuple[str, ...], Proble
     """(Path in the data, problem) of everything pydantic found; a field that has several errors counts once."""
     for entry in error.errors(include_url=False, include_context=False):
         loc = tuple(str(part) for part in entry["loc"])
-        if entry["type"] == "extra_forbidden":
+        if entry["type"] in ("extra_forbidden", "invalid_key"):
             yield loc, _unknown(loc)
         elif entry["type"] == "missing":
             for leaf in required_under(".".join(loc)):
@@ -310,7 +313,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, datetime.date):
         return f"the date {value}"
     if isinstance(value, int) and value.bit_length() > 100:
-        return f"a number of {int(value.bit_length() * math.log10(2)) + 1} digits"
+        return f"a number of about {round(value.bit_length() * math.log10(2))} digits"
     if isinstance(value, float) and not math.isfinite(value):
         return yaml.safe_dump(value).split()[0]
     text = json.dumps(value) if isinstance(value, (str, int, type(None))) else str(value)

@@ -7,7 +7,6 @@ and `areal-hpc check --explain` can never disagree with what the configuration a
 from __future__ import annotations
 
 import difflib
-import re
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -105,8 +104,8 @@ def nearest(name: str) -> list[str]:
         likeness = difflib.SequenceMatcher(None, leaf, setting.leaf).ratio()
         if f".{setting.name}".endswith(f".{wanted}"):
             likeness += 1.0
-        elif len(leaf) > 2 and re.search(rf"\b{re.escape(leaf.replace('_', ' '))}\b", setting.doc.lower()):
-            likeness = max(likeness, 0.62)
+        elif setting.doc.lower().startswith(leaf.replace("_", " ") + " "):  # eta, learning_rate
+            likeness = max(likeness, 0.9)
         scores[setting.name] = likeness + (0.1 if setting.parent == section else 0.0)
     good = [n for n, score in scores.items() if score >= max(0.6, max(scores.values()) - 0.2)]
     return sorted(good, key=lambda n: -scores[n])[:3]

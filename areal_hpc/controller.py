@@ -23,6 +23,7 @@ from areal_hpc.controller_state import ControllerState, Rules
 from areal_hpc.datasets import Prompt, PromptSource
 from areal_hpc.evaluation import Evaluation
 from areal_hpc.exits import Exit, RunError
+from areal_hpc.faults import fault
 from areal_hpc.logschema import LOSS_TERMS, Fate
 from areal_hpc.messages import (
     ActivityReport,
@@ -197,6 +198,7 @@ class Controller:
 
     def compose(self, step: int, group_ids: Sequence[int]) -> None:
         """Plan the batch, tell the trainers what it holds and the rollout ranks where to send it."""
+        fault("controller.compose", self.world.rank)
         settings = self.config.trainer
         batch = BatchRecord.compose(
             step,

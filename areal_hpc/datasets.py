@@ -77,7 +77,7 @@ def read_prompts(path: Path, *, prompt_field: str, id_field: str) -> list[Prompt
                 if first != number:
                     _bad(id_field, f"{_shown(prompt.prompt_id)} names the prompt of line {first} already")
                 prompts.append(prompt)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 problems.append(f"{path}:{number}: {error}")
     except DatasetError as error:
         problems += error.problems

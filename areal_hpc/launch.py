@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from areal_hpc.config import Config, PrepareConfig
-from areal_hpc.configcheck import ConfigErrors, load_config
+from areal_hpc.check import facts
+from areal_hpc.configcheck import ConfigErrors, check_config
 from areal_hpc.exits import MEANING, Exit
 from areal_hpc.liveview import LiveView
 from areal_hpc.rundir import RunDir, read_json, write_json
@@ -31,10 +32,10 @@ def main(argv: Sequence[str]) -> int:
         return int(Exit.CONFIG)
     began_s = time.monotonic()
     try:
-        config = load_config(Path(argv[0]), argv[1:]).resolved()
-        if config.prepare is not None:
-            prepare(config.prepare)
-            load_config(Path(argv[0]), argv[1:])
+        checked = check_config(Path(argv[0]), argv[1:])
+        if checked.config.prepare is not None:
+            prepare(checked.config.prepare)
+            checked = check_config(Path(argv[0]), argv[1:])
         mpiexec = find_mpiexec()
     except ConfigErrors as error:
         print(error.render(), file=sys.stderr)
@@ -42,11 +43,11 @@ def main(argv: Sequence[str]) -> int:
     except LaunchError as error:
         print(f"areal-hpc: {error}", file=sys.stderr)
         return int(Exit.CONFIG)
+    config = checked.config.resolved()
     run_dir = RunDir.next_attempt(Path(config.run_dir))
-    run_dir.config.write_text(config.to_yaml())
+    run_dir.config.write_text(config.to_yaml(), encoding="utf-8")
     shutil.copy(run_dir.config, run_dir.attempt_dir / "config.resolved.yaml")
-    print(f"run directory {run_dir.root}, attempt {run_dir.attempt}: 1 controller, "
-          f"{config.trainer.ranks} trainer, {config.rollout.ranks} rollout ranks, mode {config.mode}", flush=True)
+    print(f"{facts(checked)}\n  attempt  {run_dir.attempt}", flush=True)
     return LocalRun(config, run_dir, command_line(mpiexec, config, run_dir)).watch(began_s)
 
 

@@ -162,7 +162,9 @@ class Table:
         num_rows = len(encoded[names[0]])
         for name, values in encoded.items():
             if len(values) != num_rows:
-                raise ValueError(f"table {self.name}: column '{name}' has {len(values)} rows, '{names[0]}' has {num_rows}")
+                raise ValueError(
+                    f"table {self.name}: column '{name}' has {len(values)} rows, column '{names[0]}' has {num_rows}"
+                )
         return encoded
 
 
@@ -184,12 +186,13 @@ LOSS_TERMS = (
     Column("clip_fraction", "f8", "1", "share of tokens whose ratio u was clipped"),
     Column("cap_fraction", "f8", "1", "share of tokens whose weight w met the cap"),
     Column("dual_clip_fraction", "f8", "1", "share of tokens bounded by the dual clip"),
-    Column("kl_behaviour_proximal", "f8", "nats", "estimate of KL(behaviour || proximal) per token"),
-    Column("kl_proximal_current", "f8", "nats", "estimate of KL(proximal || current) per token"),
+    Column("kl_behaviour_proximal", "f8", "nats", "estimate of the KL divergence of behaviour and proximal per token"),
+    Column("kl_proximal_current", "f8", "nats", "estimate of the KL divergence of proximal and current per token"),
     Column("advantage_mean", "f8", "1", "mean advantage over response tokens"),
-    Column("entropy", "f8", "nats", "entropy of the policy per response token"),
+    Column("entropy", "f8", "nats", "entropy of the policy per response token; NaN if it was not computed"),
+    Column("nonfinite_tokens", "f8", "tokens", "tokens whose ratio or loss term was NaN or inf"),
 )
-"""What a step reports about its loss; the fields of losses.LossStats."""
+"""What a step reports about its loss; the figures of losses.LossStats.finish, but for the number of tokens."""
 
 PHASES = (
     Column("wait_s", "f8", "s", "trainer waited for the batch"),
@@ -247,7 +250,7 @@ STEPS = Table(
         Column("reward_mean", "f8", "1", "mean reward of the batch"),
         Column("prompt_tokens", "i8", "tokens", "prompt tokens in the batch"),
         Column("response_tokens", "i8", "tokens", "response tokens in the batch"),
-        Column("consumed_tokens", "i8", "tokens", "response tokens that changed the weights; 0 for a skipped step"),
+        Column("consumed_tokens", "i8", "tokens", "prompt and response tokens trained on; 0 for a skipped step"),
         Column("num_sequences", "i4", "sequences", "samples in the batch"),
         Column("num_micro_batches", "i4", "micro-batches", "forward and backward passes over all trainer ranks"),
         Column("packing_bound", "i4", "micro-batches", "no packing of these lengths needs fewer"),
@@ -368,10 +371,11 @@ def markdown() -> str:
     """The schema as markdown: a heading, a sentence and a table per group of the file."""
     lines = []
     for table in TABLES + TOKEN_TABLES:
-        lines += [f"### /{table.name}", "", table.doc, "", "| column | type | unit | meaning |", "| --- | --- | --- | --- |"]
+        lines += [f"### /{table.name}", "", table.doc, ""]
+        lines += ["| column | type | unit | meaning |", "| --- | --- | --- | --- |"]
         for column in table.columns:
             meaning = column.doc + (f": {', '.join(column.labels)}" if column.labels else "")
-            lines.append(f"| {column.name} | {column.dtype} | {column.unit} | {meaning.replace('|', chr(92) + '|')} |")
+            lines.append(f"| {column.name} | {column.dtype} | {column.unit} | {meaning} |")
         lines.append("")
     return "\n".join(lines).rstrip()
 

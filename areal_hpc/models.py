@@ -1,4 +1,4 @@
-"""Policies: load, save, name and copy their weights, and score packed sequences. The only file that imports transformers.
+"""Policies: load, save, copy their weights, score packed sequences. The only file that imports transformers.
 
 Where AReaL patches model classes or needs flash-attn for packed sequences, this file registers one attention function
 with transformers. It hands queries, keys and values to an `Attend` object that travels through the model's keyword
@@ -8,6 +8,7 @@ cache). Nothing here depends on the name of transformers' cache argument, which 
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -47,9 +48,10 @@ def _attention(
     """What transformers calls in every layer of a prepared model."""
     attend = kwargs.get("attend")
     if attend is None:
-        raise ValueError("this model was prepared for packed sequences: call packed_logprobs or an engine, not the model itself")
-    if kwargs.get("dropout") or kwargs.get("sliding_window") or kwargs.get("softcap") or kwargs.get("s_aux") is not None:
-        raise ValueError(f"layer {module.layer_idx}: dropout, sliding window, soft cap and sinks are not supported in attention")
+        raise ValueError("this model was prepared for packed sequences: use packed_logprobs or an engine")
+    odd = [name for name in ("dropout", "sliding_window", "softcap") if kwargs.get(name)]
+    if odd or kwargs.get("s_aux") is not None:
+        raise ValueError(f"attention of layer {module.layer_idx} does not support {odd or 'sinks'}")
     return attend(module.layer_idx, query, key, value, kwargs["scaling"]), None
 
 
@@ -75,8 +77,8 @@ class PackedAttention:
             return self._varlen(query, key, value, scale)
         # split, not slices: the backward of a slice writes a full-size zero tensor per sequence
         parts = zip(query.split(self.lengths, 2), key.split(self.lengths, 2), value.split(self.lengths, 2), strict=True)
-        outputs = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True) for q, k, v in parts]
-        return torch.cat(outputs, 2).transpose(1, 2)
+        attend = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale, enable_gqa=True)
+        return torch.cat([attend(q, k, v) for q, k, v in parts], 2).transpose(1, 2)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
@@ -93,7 +95,7 @@ class PackedAttention:
 def load_model(
     path: str | Path, *, dtype: str = "float32", device: str | torch.device = "cpu", attention: str = "auto"
 ) -> PreTrainedModel:
-    """Load a decoder from a local directory (safetensors only, no remote code), in eval mode, ready for packed sequences.
+    """Load a decoder from a local directory (safetensors, no remote code), in eval mode, ready for packed sequences.
 
     Args:
         dtype: a torch floating type by name, such as "float32" or "bfloat16".
@@ -115,6 +117,23 @@ def load_model(
     return model
 
 
+def new_model(architecture: str, **settings: Any) -> PreTrainedModel:
+    """A float32 decoder with random weights from torch's generator, such as new_model("qwen2", hidden_size=96, ...).
+
+    Args:
+        architecture: transformers' model type.
+        settings: fields of its config.
+    """
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **settings), dtype=torch.float32).eval()
+
+
+def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy with transformers' own SDPA attention, so that `generate` and ordinary forwards work on it."""
+    twin = copy.deepcopy(model)
+    twin.set_attn_implementation("sdpa")
+    return twin
+
+
 def prepare(model: PreTrainedModel, attention: str = "auto") -> None:
     """Switch a loaded transformers decoder to this module's attention; does nothing if that was done before.
 
@@ -125,7 +144,8 @@ def prepare(model: PreTrainedModel, attention: str = "auto") -> None:
     if model.config._attn_implementation.startswith(_PREFIX):
         return
     if attention == "auto":
-        attention = "varlen" if model.device.type == "cuda" and model.dtype in (torch.float16, torch.bfloat16) else "sdpa"
+        is_flash_fit = model.device.type == "cuda" and model.dtype in (torch.float16, torch.bfloat16)
+        attention = "varlen" if is_flash_fit else "sdpa"
     if attention not in KERNELS:
         raise ValueError(f"attention {attention!r} is unknown; use auto, {', '.join(KERNELS)}")
     config = model.config
@@ -259,18 +279,20 @@ def packed_logprobs(
     lengths = [end - start for start, end in pairwise(borders)]
     if not lengths or borders[0] != 0 or borders[-1] != len(tokens) or len(prompts) != len(lengths):
         raise ValueError(f"cu_seqlens {borders} and {len(prompts)} prompt lengths do not describe {len(tokens)} tokens")
-    if not all(1 <= p <= n for p, n in zip(prompts, lengths)):
+    if not all(1 <= p <= n for p, n in zip(prompts, lengths, strict=True)):
         raise ValueError(f"prompt lengths {prompts} must lie between 1 and the sequence lengths {lengths}")
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0 for log-probs, got {temperature}")
     prepare(model)
     device = tokens.device
     positions = torch.cat([torch.arange(n) for n in lengths])
-    targets = torch.cat([torch.arange(start + p, end) for start, end, p in zip(borders, borders[1:], prompts)]).to(device)
+    responses = [torch.arange(s + p, s + n) for s, p, n in zip(borders[:-1], prompts, lengths, strict=True)]
+    targets = torch.cat(responses).to(device)
     attend = PackedAttention(lengths, attention_kernel(model), device)
     hidden = hidden_states(model, tokens[None], positions.to(device)[None], attend)[0]
     score = partial(_score, model, temperature=temperature, with_entropy=with_entropy)
-    return _in_chunks(score, hidden.index_select(0, targets - 1), tokens.index_select(0, targets), model.config.vocab_size)
+    rows = max(1, _LOGITS_PER_CHUNK // model.config.vocab_size)
+    return _in_chunks(score, hidden.index_select(0, targets - 1), tokens.index_select(0, targets), rows)
 
 
 def _score(
@@ -286,11 +308,10 @@ def _score(
     return logprobs, entropy
 
 
-def _in_chunks(score: Any, hidden: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
-    rows = max(1, _LOGITS_PER_CHUNK // vocab_size)
+def _in_chunks(score: Any, hidden: Tensor, targets: Tensor, rows: int) -> tuple[Tensor, Tensor | None]:
     if len(targets) <= rows:
         return score(hidden, targets)
-    pairs = zip(hidden.split(rows), targets.split(rows))
+    pairs = zip(hidden.split(rows), targets.split(rows), strict=True)
     results = [checkpoint(score, h, t, use_reentrant=False) for h, t in pairs]
-    logprobs, entropies = zip(*results)
+    logprobs, entropies = zip(*results, strict=True)
     return torch.cat(logprobs), None if entropies[0] is None else torch.cat(entropies)

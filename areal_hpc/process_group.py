@@ -5,9 +5,9 @@ The other trainer ranks stay out of the weights group: they hold the weights alr
 model to receive them, and a busy one would hold up every update.
 
 The groups are bootstrapped from a key-value store whose address travels over MPI, so no port is fixed and no
-environment variable is needed. A generation is one life of the groups: when a rank is lost, the survivors close them and
-build the next generation, with new rank numbers, on the same store. The store should therefore live in a process
-whose death ends the run anyway (the controller).
+environment variable is needed. A generation is one life of the groups: when a rank is lost, the survivors close them
+and build the next generation, with new rank numbers, on the same store. The store should therefore live in a process
+whose death ends the run anyway.
 
 Gloo (CPU) is what the tests run. NCCL takes the same path with tensors on this rank's GPU, but was never run here.
 """
@@ -15,9 +15,11 @@ Gloo (CPU) is what the tests run. NCCL takes the same path with tensors on this 
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -28,7 +30,7 @@ Store = dist.Store
 
 
 class GroupError(RunError):
-    """A collective failed or did not end in time. The groups are unusable now: close them, and build the next generation."""
+    """A collective failed or did not end in time. Close the groups, and build the next generation."""
 
 
 def open_store(host: str, is_master: bool, world_size: int, port: int = 0, timeout_s: float = 300.0) -> dist.TCPStore:
@@ -63,25 +65,31 @@ class Transfer:
 
     def __init__(self, label: str, work: dist.Work) -> None:
         self.label = label
-        self._work = work
+        self._work: dist.Work | None = work
+        self._failure: GroupError | None = None
 
     def done(self) -> bool:
         """True when it has ended, well or badly; never blocks."""
-        return self._work.is_completed()
+        return self._work is None or self._work.is_completed()
 
     def wait(self, timeout_s: float) -> None:
         """Block until it has ended.
 
         Raises:
-            GroupError: it failed, or is not over after `timeout_s`.
+            GroupError: it failed, or is not over after `timeout_s`, and is given up.
         """
         started_s = time.monotonic()
         try:
-            # 0 would mean "no deadline"; an explicit one makes NCCL block the host, too
-            self._work.wait(_seconds(max(timeout_s, 0.001)))
+            if self._work is not None:
+                # 0 would mean "no deadline"; an explicit one makes NCCL block the host, too
+                self._work.wait(_seconds(max(timeout_s, 0.001)))
         except RuntimeError as error:
             elapsed_s = time.monotonic() - started_s
-            raise GroupError(_code(error), f"{self.label} failed after {elapsed_s:.1f} s: {_line(error)}") from None
+            self._failure = GroupError(_code(error), f"{self.label} failed after {elapsed_s:.1f} s: {_line(error)}")
+        # a work object keeps its connections open: peers would not see close() while someone holds the exception
+        self._work = None
+        if self._failure is not None:
+            raise self._failure
 
 
 class ProcessGroups:
@@ -123,6 +131,8 @@ class ProcessGroups:
         self.trainer_ranks = list(trainer_ranks)
         self.rollout_ranks = list(range(len(trainer_ranks), size))
         self.root = 0
+        self._weights: dist.ProcessGroup | None = None
+        self._trainers: dist.ProcessGroup | None = None
         self._store = dist.PrefixStore(f"generation{generation}", store)
         self._meet()
         self._connect(backend, interface)
@@ -168,10 +178,7 @@ class ProcessGroups:
         """
         if self.rank != self.root and self.rank not in self.rollout_ranks:
             raise ValueError(f"rank {self.rank} is a trainer rank outside the weights group; it cannot join {label}")
-        try:
-            transfer = Transfer(label, dist.broadcast(tensor, root, group=self._weights, async_op=True))
-        except RuntimeError as error:
-            raise GroupError(_code(error), f"{label} could not start: {_line(error)}") from None
+        transfer = _start(label, dist.broadcast, tensor, root, group=self._weights)
         if not async_op:
             transfer.wait(self.timeout_s)
         return transfer
@@ -194,11 +201,7 @@ class ProcessGroups:
             raise ValueError(f"{label}: not a trainer rank")
         if len(self.trainer_ranks) == 1:
             return
-        try:
-            work = dist.all_reduce(tensor, op, group=self._trainers, async_op=True)
-        except RuntimeError as error:
-            raise GroupError(_code(error), f"{label} could not start: {_line(error)}") from None
-        Transfer(label, work).wait(self.timeout_s)
+        _start(label, dist.all_reduce, tensor, op, group=self._trainers).wait(self.timeout_s)
 
     def post(self, key: str, text: str) -> None:
         """Leave a short text for the other ranks of this generation."""
@@ -225,9 +228,19 @@ class ProcessGroups:
         if not dist.is_initialized():
             return
         for group in (self._weights, self._trainers) if abort else ():
-            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            if isinstance(group, dist.ProcessGroup):
                 group.abort()
+        self._weights = self._trainers = None  # the last reference: peers see the connections close
         dist.destroy_process_group()
+
+
+def _start(label: str, collective: Callable[..., Any], *args: Any, group: dist.ProcessGroup | None) -> Transfer:
+    if group is None:
+        raise GroupError(Exit.FAILED, f"{label}: the groups are closed")
+    try:
+        return Transfer(label, collective(*args, group=group, async_op=True))
+    except RuntimeError as error:
+        raise GroupError(_code(error), f"{label} could not start: {_line(error)}") from None
 
 
 def _seconds(value: float) -> timedelta:
@@ -235,8 +248,9 @@ def _seconds(value: float) -> timedelta:
 
 
 def _line(error: Exception) -> str:
-    """The part of a torch error that a person can use: its first line, without the C++ stack."""
-    return (str(error) or type(error).__name__).splitlines()[0][:300]
+    """The part of a torch error that a person can use: its first sentence, without the place in the C++ source."""
+    line = (str(error) or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", line).split(". This is typically")[0][:200]
 
 
 def _code(error: Exception) -> Exit:

@@ -65,8 +65,7 @@ def start_logging(path: Path) -> None:
 
 
 def as_run_error(error: Exception) -> RunError:
-    """Any failure as one line: what, and where in the code. The traceback goes to the rank's log."""
-    log.exception("this rank failed")
+    """Any failure as one line: what, and where in the code."""
     if isinstance(error, RunError):
         return error
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -86,6 +85,7 @@ def run_controller(config: Config, world: World, run_dir: RunDir) -> int:
     try:
         why = control(config, world, run_dir, progress, signals)
     except Exception as error:
+        log.exception("the run ends here")
         failure = as_run_error(error)
         code, why = failure.code, failure.reason
     state = "done" if code == Exit.DONE else "interrupted" if code == Exit.INTERRUPTED else "failed"
@@ -171,6 +171,7 @@ def run_other(config: Config, world: World, run_dir: RunDir) -> int:
         run = run_trainer if role_of(world.rank, config) == "trainer" else run_rollout
         run(config, world, clock, welcome, run_dir)
     except Exception as error:
+        log.exception("this rank failed")
         failure = as_run_error(error)
         code = failure.code
         report_failure(world, failure, config.deadlines.exit_s)

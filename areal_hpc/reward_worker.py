@@ -178,10 +178,10 @@ def one_line(text: str) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """One line: type and message as in the last line of a traceback, then file:line where it was raised."""
+    """One line: file:line where it was raised, then type and message as in the last line of a traceback."""
     try:
         message = str(error)
-    except BaseException:  # noqa: BLE001 - user code
+    except BaseException:  # user code may raise anything
         message = "(message unreadable)"
     place, traceback = "", error.__traceback__
     while traceback is not None:
@@ -201,7 +201,7 @@ def score(function: RewardFunction, request: Request) -> Answer:
         prompt = request.prompt.decode("utf-8", "surrogatepass")
         completion = request.completion.decode("utf-8", "surrogatepass")
         reward, outcome = judge(function(prompt, completion, request.metadata))
-    except BaseException as error:  # noqa: BLE001 - user code
+    except BaseException as error:  # user code may raise anything
         return Answer(request.id, math.nan, "error", time.monotonic() - started, one_line(describe(error)))
     return Answer(request.id, reward, outcome, time.monotonic() - started, "")
 
@@ -241,7 +241,7 @@ def main(arguments: list[str]) -> None:
     requests, answers = settle()
     try:
         function = load_function(name)
-    except BaseException as error:  # noqa: BLE001 - user code
+    except BaseException as error:  # user code may raise anything
         os.write(answers, frame(Answer(0, math.nan, "error", 0.0, one_line(describe(error)))))
         os._exit(1)
     os.write(answers, frame(Answer(0, math.nan, "ready", 0.0, "")))

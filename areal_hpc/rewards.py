@@ -239,7 +239,7 @@ class RewardService:
             raise
         self._max_failed_starts = MAX_FAILED_STARTS
 
-    def __enter__(self) -> RewardService:  # noqa: PYI034 - typing.Self needs Python 3.11
+    def __enter__(self) -> RewardService:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -7,7 +7,6 @@ trainer rank they go to. A prompt is never dropped: what cannot be generated is 
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -20,6 +19,7 @@ from areal_hpc.config import Config
 from areal_hpc.engines.base import Completion, Engine, Request, Swap
 from areal_hpc.engines.transformers_engine import TransformersEngine
 from areal_hpc.exits import Exit, RunError
+from areal_hpc.faults import fault
 from areal_hpc.logschema import Finish, Outcome
 from areal_hpc.messages import (
     AdmitGroup,
@@ -99,7 +99,7 @@ class Rollout:
         self.receiver = WeightReceiver(groups, BucketPlan.of(weights, config.weights.bucket_bytes))
         self.groups: dict[int, Group] = {}
         self.versions_to_load: list[int] = []
-        self.receiving_since_s: float | None = None
+        self.receiving = False
         self.receive_s: dict[int, float] = {}
         self.credits_to_grant = config.rollout.slots + config.trainer.group_size
         self.stopped = False
@@ -131,6 +131,7 @@ class Rollout:
             self.reporter.activity.switch("idle")
             return False
         self.reporter.activity.switch("generate")
+        fault("rollout.decode", self.world.rank)
         for done in self.engine.step():
             self.score(done)
         self.report_swap(self.engine.take_swap())
@@ -172,16 +173,16 @@ class Rollout:
     # ------------------------------------------------------------------------------------------------- weights
     def take_weights(self) -> bool:
         """Move a weight update on: post its receives; when it is complete, swap it in between two tokens."""
-        if self.receiving_since_s is None:
+        if not self.receiving:
             if not self.versions_to_load:
                 return False
             self.receiver.begin(self.versions_to_load.pop(0))
-            self.receiving_since_s = time.monotonic()
+            self.receiving = True
         ready = self.receiver.poll()
         if ready is None:
             return False
-        self.receive_s[ready.version] = time.monotonic() - self.receiving_since_s
-        self.receiving_since_s = None
+        self.receiving = False
+        self.receive_s[ready.version] = ready.receive_s
         with self.reporter.activity("swap"):
             self.report_swap(self.engine.load_weights(ready.version, ready.tensors.items()))
         return True

@@ -5,6 +5,7 @@ These two files are the only ones that import h5py.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import warnings
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["RunLog", "RunLogError", "RunLogWriter"]
 
 HDF5_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError)
+METADATA_READ_ATTEMPTS = 24
 
 
 class RunLog:
@@ -47,7 +49,7 @@ class RunLog:
         """
         self.path = _find(Path(path), attempt)
         try:
-            self._file = h5py.File(self.path, "r", libver="latest", swmr=True, locking=False)
+            self._file = _open(self.path)
             self.attributes = {name: _plain(value) for name, value in self._file.attrs.items()}
             self._names = [str(name) for name in self._file["num_rows"].attrs["tables"]]
         except HDF5_ERRORS as error:
@@ -132,6 +134,7 @@ class RunLog:
         """What the run has done so far, in a dozen numbers: counts, tokens/s, rewards, lags."""
         steps, samples = self.steps, self.trajectories
         last = steps.iloc[-1] if len(steps) else None
+        head_lags = samples["head_lag"][samples["fate"] == "consumed"]
         seconds = float("nan") if last is None else float(last["time_s"])
         tokens = int(steps["consumed_tokens"].sum())
         return {
@@ -144,7 +147,7 @@ class RunLog:
             "consumed_tokens_per_s": tokens / seconds if seconds else float("nan"),
             "reward_first_10_steps": float(steps["reward_mean"].head(10).mean()),
             "reward_last_10_steps": float(steps["reward_mean"].tail(10).mean()),
-            "head_lag_max": int(samples["head_lag"].max()) if len(samples) else -1,
+            "head_lag_max": int(head_lags.max()) if len(head_lags) else -1,
             "fates": samples["fate"].value_counts().to_dict(),
             "outcomes": samples["outcome"].value_counts().to_dict(),
             "problems": self.problems,
@@ -183,7 +186,7 @@ class RunLog:
                 columns.pop(name, None)
                 self._problem(f"column {table}/{name} cannot be read: {error}")
         if num_rows < wanted:
-            self._problem(f"table {table}: only {num_rows} of {wanted} rows are there, the file is cut off at {size} bytes")
+            self._problem(f"table {table}: only {num_rows} of {wanted} rows are there; the file is cut at {size} bytes")
         return self._decode(table, columns, num_rows)
 
     def _decode(self, table: str, columns: dict[str, h5py.Dataset], num_rows: int) -> DataFrame:
@@ -222,6 +225,23 @@ class RunLog:
         if text not in self._problems:
             self._problems[text] = None
             warnings.warn(f"{self.path}: {text}", stacklevel=2)
+
+
+def _open(path: Path) -> h5py.File:
+    """Open for reading beside a writer, without locks.
+
+    A reader meets metadata that is just being written, and HDF5 then tries again, after 1, 2, 4 ... ns, 100 times:
+    on a damaged file it would wait for ever. 24 attempts are 17 ms. h5py has no call for this setting, its library
+    has.
+    """
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_file_locking(False, True)
+    set_attempts = ctypes.CDLL(h5py.h5p.__file__).H5Pset_metadata_read_attempts
+    set_attempts.argtypes = [ctypes.c_int64, ctypes.c_uint]
+    if set_attempts(access.id, METADATA_READ_ATTEMPTS) < 0:
+        raise RuntimeError("HDF5 refused a number of read attempts")
+    flags = h5py.h5f.ACC_RDONLY | h5py.h5f.ACC_SWMR_READ
+    return h5py.File(h5py.h5f.open(os.fsencode(path), flags, fapl=access))
 
 
 def _intact_rows(dataset: h5py.Dataset, num_rows: int, file_bytes: int, start: int = 0) -> int:

@@ -9,6 +9,9 @@ Single writer, many readers (SWMR): the file can be read while it is written, an
 with all rows of finished flushes. A flush hands data to the operating system; it does not wait for the disk, so a
 power failure of the node may cost more.
 
+Full disk: space is reserved before HDF5 is asked to write, so that a refusal is recoverable. HDF5 2.0 itself is not:
+after a write that failed for want of space it goes on without an error, and chunks written later are lost.
+
 Locking: this module asks HDF5 for no file locks, because many NFS and Lustre mounts refuse them (errno 37). The
 writer is alone because it creates the file exclusively (O_EXCL) and no attempt ever opens an old one; HDF5 marks the
 file as open for SWMR writing, which keeps out `h5py.File(path, "a")`. The environment variable
@@ -18,6 +21,8 @@ writes it, or after the end.
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +41,8 @@ if TYPE_CHECKING:
 
 Rows = Mapping[str, Sequence[Any] | NDArray[Any]]
 FORMAT = "areal_hpc run log"
+SPARE_BYTES = 8 * 2**20  # reserved beyond the rows; half of it is more than HDF5's own tables grow in one flush
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class RunLogError(Exception):
@@ -65,15 +72,13 @@ class RunLogWriter:
         self.path = Path(path)
         self._tables = {t.name: _TableWriter(t) for t in logschema.TABLES + (logschema.TOKEN_TABLES if tokens else ())}
         _check_attributes(attributes)
+        self._reserved = 0
+        self._broken: Exception | None = None
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = h5py.File(self.path, "x", libver="latest", locking=False)
+            _claim(self.path)
+            self._file = h5py.File(self.path, "w", libver="latest", locking=False)
             self._num_rows = self._create(attributes)
             self._file.swmr_mode = True
-        except FileExistsError as error:
-            raise RunLogError(
-                f"{self.path} exists already: every attempt of a run writes a log of its own and never touches an old one"
-            ) from error
         except OSError as error:
             raise RunLogError(f"cannot create the run log {self.path}: {error}") from error
 
@@ -125,7 +130,7 @@ class RunLogWriter:
         num_prompt = np.array([t.num_prompt for t in trajectories], np.int64)
         num_response = np.array([t.num_response for t in trajectories], np.int64)
         sequences, responses = self._tables["sequence_tokens"], self._tables["response_tokens"]
-        index = {
+        index: Rows = {
             "group_id": [t.group_id for t in trajectories],
             "sample": [t.sample for t in trajectories],
             "sequence_start": sequences.total_rows + _starts(num_prompt + num_response),
@@ -144,43 +149,71 @@ class RunLogWriter:
         """Append the waiting rows and make them visible to readers, all tables at once; seconds it took.
 
         Raises:
-            RunLogError: the file system refused (disk full, quota). The rows stay in memory and the next flush
-                tries again; what was visible before stays valid.
+            RunLogError: the file system refused (disk full, quota). What was visible before stays valid. If there
+                was no room, the rows stay in memory and the next flush tries again; after any other failure this
+                writer is broken: every later flush raises.
         """
         started = time.perf_counter()
+        if self._broken:
+            raise self._refused(self._broken, "The file cannot be continued") from self._broken
         waiting = [table for table in self._tables.values() if table.waiting]
         if waiting:
+            self._reserve(sum(table.growth_bytes for table in waiting))
             try:
-                for table in waiting:
-                    table.write()
-                self._file.flush()
-                totals = np.array([table.total_rows for table in self._tables.values()], np.int64)
-                self._num_rows.id.write(h5py.h5s.ALL, h5py.h5s.ALL, totals)
-                self._num_rows.flush()
+                self._append(waiting)
             except (OSError, RuntimeError) as error:
-                raise self._refused(error) from error
-            for table in waiting:
-                table.settle()
+                self._broken = error
+                raise self._refused(error, "The file cannot be continued") from error
         return time.perf_counter() - started
 
+    def _reserve(self, num_bytes: int) -> None:
+        """Have the file system set aside room for `num_bytes` more, or raise RunLogError with nothing touched."""
+        used = self._file.id.get_filesize()
+        if used + num_bytes + SPARE_BYTES // 2 <= self._reserved:
+            return
+        try:
+            os.posix_fallocate(self._file.id.get_vfd_handle(), used, num_bytes + SPARE_BYTES)
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise self._refused(error, "The next flush tries again") from error
+            return  # a file system without reservations
+        self._reserved = used + num_bytes + SPARE_BYTES
+
+    def _append(self, tables: Sequence[_TableWriter]) -> None:
+        for table in tables:
+            table.write()
+        self._file.flush()
+        totals = np.array([table.total_rows for table in self._tables.values()], np.int64)
+        self._num_rows.id.write(h5py.h5s.ALL, h5py.h5s.ALL, totals)
+        self._num_rows.flush()
+        for table in tables:
+            table.settle()
+
     def close(self) -> None:
-        """Flush and close; a second call does nothing. RunLogError as in `flush`."""
+        """Flush and close, also if the flush fails; a second call does nothing. RunLogError as in `flush`."""
         if not self._file:
             return
         try:
             self.flush()
-            for table in self._tables.values():
-                table.trim()
         finally:
             try:
+                if not self._broken:
+                    self._trim()
                 self._file.close()
             except (OSError, RuntimeError) as error:
-                raise self._refused(error) from error
+                raise self._refused(error, "The file may not be complete") from error
 
-    def _refused(self, error: Exception) -> RunLogError:
+    def _trim(self) -> None:
+        """Give back what was reserved, in the columns and in the file."""
+        for table in self._tables.values():
+            table.trim()
+        self._file.flush()
+        os.truncate(self.path, self._file.id.get_filesize())
+
+    def _refused(self, error: Exception, consequence: str) -> RunLogError:
         return RunLogError(
-            f"cannot write the run log {self.path}: {error}. Free space or quota on that file system (df -h, quota): "
-            "rows are kept in memory and written by the next flush; rows of earlier flushes are safe"
+            f"cannot write the run log {self.path}: {error}. Rows since the last flush are not in the file, earlier "
+            f"ones are safe. {consequence}. Check space and quota there: df -h {self.path.parent}"
         )
 
     def __enter__(self) -> Self:
@@ -216,11 +249,18 @@ class _TableWriter:
         """Rows in the file and waiting rows."""
         return self._written + sum(len(next(iter(rows.values()))) for rows in self.waiting)
 
+    @property
+    def growth_bytes(self) -> int:
+        """Room in the file that the waiting rows need."""
+        chunk = self.schema.chunk_rows
+        new_rows = max(0, -(-self.total_rows // chunk) * chunk - self._capacity)
+        return new_rows * sum(np.dtype(column.dtype).itemsize for column in self.schema.columns)
+
     def add(self, rows: Rows) -> None:
         self.waiting.append(self.schema.encode(rows))
 
     def write(self) -> None:
-        """Put the waiting rows behind the written ones. Repeatable: nothing counts until `settle`."""
+        """Put the waiting rows behind the written ones."""
         total = self.total_rows
         count = total - self._written
         if not count:
@@ -250,11 +290,22 @@ class _TableWriter:
         self._capacity = rows
 
 
+def _claim(path: Path) -> None:
+    """Make an empty file that was not there before; of several who try, one succeeds."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError as error:
+        raise RunLogError(
+            f"{path} exists already: every attempt of a run writes its own log and never touches an old one"
+        ) from error
+
+
 def _check_attributes(attributes: Mapping[str, Any]) -> None:
     for name, value in attributes.items():
         items = value if isinstance(value, (list, tuple)) else [value]
         if name in ("format", "schema_version") or not all(isinstance(i, (str, bool, int, float)) for i in items):
-            raise ValueError(f"run log attribute '{name}' = {value!r}: reserved name, or not text, number or a list of them")
+            raise ValueError(f"run log attribute '{name}' = {value!r}: reserved, or not text, number or a list of them")
 
 
 def _one(row: Mapping[str, Any]) -> Rows:

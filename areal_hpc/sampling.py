@@ -51,6 +51,6 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor
     logprobs = torch.log_softmax(logits.float() / temperature, -1)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1]
-    target = torch.minimum(uniforms * total, total.nextafter(torch.zeros_like(total)))  # below total after rounding, too
+    target = torch.minimum(uniforms * total, total.nextafter(torch.zeros_like(total)))  # rounding may reach total
     tokens = torch.searchsorted(cumulative, target[:, None], right=True).clamp_(max=logits.shape[-1] - 1)
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]

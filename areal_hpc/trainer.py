@@ -17,6 +17,7 @@ from areal_hpc.advantages import advantages
 from areal_hpc.comm import Received, World
 from areal_hpc.config import Config
 from areal_hpc.exits import Exit, RunError
+from areal_hpc.faults import fault
 from areal_hpc.learner import Batch, Learner, StepResult
 from areal_hpc.messages import ModelSaved, Ready, Samples, SaveModel, StepFinished, Stop, TrainBatch, WeightsSent
 from areal_hpc.models import load_model, load_tokenizer, named_weights, save_model
@@ -116,6 +117,8 @@ class Trainer:
         return [self.samples.pop(key) if i in mine and key in self.samples else None for i, key in enumerate(keys)]
 
     def learn(self, batch: Announced, trajectories: list[Trajectory | None]) -> StepResult:
+        if fault("trainer.batch", self.world.rank) == "nan":
+            next(t for t in trajectories if t is not None).logprobs[0] = np.nan
         settings = self.config.trainer.advantage
         values = advantages(
             batch.table["reward"],

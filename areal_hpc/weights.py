@@ -7,8 +7,8 @@ One update on the wire, each item a broadcast over the weights group, in this or
     header   int64 [3]                version, fingerprint of the plan, number of bytes
     bucket i uint8 [<= bucket_bytes]  i = 0 .. n-1
     trailer  int64 [1 + n]            version, CRC-32C of each bucket
-Checksums come last so that the sender hashes bucket i while it travels. A receiver hashes it in a helper thread while i+1
-arrives, so that a decoding loop pays for one look at a flag per token.
+Checksums come last so that the sender hashes bucket i while it travels. A receiver hashes it in a helper thread while
+bucket i+1 arrives, so that a decoding loop pays for one look at a flag per token.
 
 Departs from AReaL: no barrier before or after, generation is not paused while weights travel, and a set is verified
 byte by byte before it can be used.
@@ -64,7 +64,7 @@ class _Side:
         self._header = torch.zeros(3, dtype=torch.int64, device=device)
         self._trailer = torch.zeros(1 + plan.num_buckets, dtype=torch.int64, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._broken: WeightError | None = None
+        self._broken: tuple[Exit, str] | None = None
         self._agree()
 
     def _agree(self) -> None:
@@ -77,24 +77,28 @@ class _Side:
                 raise WeightError(Exit.FAILED, f"{where} {self.plan} here but {theirs} on rank {rank}")
 
     def _broadcast(self, tensor: Tensor, version: int, what: str) -> Transfer:
-        return self.groups.broadcast(tensor, self.root, label=f"rank {self.groups.rank}, version {version}, {what}")
+        try:
+            return self.groups.broadcast(tensor, self.root, label=f"version {version}, {what}")
+        except GroupError as error:
+            raise self._break(error.code, f"rank {self.groups.rank}: {error.reason}") from None
 
     def _bucket_name(self, index: int) -> str:
         return f"bucket {index + 1} of {self.plan.num_buckets}"
 
     def _check_intact(self, version: int) -> None:
         if self._broken is not None:
-            raise WeightError(self._broken.code, f"version {version} not possible after: {self._broken.reason}")
+            code, reason = self._broken
+            raise WeightError(code, f"version {version} not possible after: {reason}")
+
+    def _break(self, code: Exit, reason: str) -> WeightError:
+        """From here on the ranks are out of step; nothing more can travel over these groups."""
+        self._broken = (code, reason)
+        return WeightError(code, reason)
 
     def _torn(self, version: int, num_done: int, started_s: float, cause: Exception) -> WeightError:
-        """From here on the ranks are out of step; nothing more can travel over these groups."""
-        code = cause.code if isinstance(cause, RunError) else Exit.FAILED
+        code, text = (cause.code, cause.reason) if isinstance(cause, RunError) else (Exit.FAILED, repr(cause))
         done = f"{max(num_done, 0)} of {self.plan.num_buckets} buckets after {time.monotonic() - started_s:.1f} s"
-        reason = (
-            f"rank {self.groups.rank}, version {version}: {done}; rebuild the groups ({type(cause).__name__}: {cause})"
-        )
-        self._broken = WeightError(code, reason)
-        return self._broken
+        return self._break(code, f"rank {self.groups.rank}, version {version}: {done}; rebuild the groups ({text})")
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -282,7 +286,8 @@ class WeightReceiver(_Side):
         try:
             with self._beside():
                 wrong = self._difference(update.version, self._collect(update))
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
+            update.transfers.clear()  # they would keep the connections open
             update.outcome = self._torn(update.version, update.num_received, update.started_s, error)
             return
         if wrong is None:

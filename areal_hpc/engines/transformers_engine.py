@@ -48,7 +48,8 @@ class Running:
 class Rows:
     """Running samples as rows 0 .. n - 1 of fixed arrays; a freed row is filled by moving the last one into it.
 
-    tokens, logprobs, versions: [num_slots, max_len] by absolute position (prompt first); length, prompt, limit: [num_slots].
+    tokens, logprobs, versions: [num_slots, max_len], by absolute position, prompt first; length (tokens so far), prompt
+    (tokens of it), limit (tokens allowed): [num_slots].
     """
 
     def __init__(self, num_slots: int, max_len: int) -> None:
@@ -121,7 +122,7 @@ class TransformersEngine:
         max_len: most tokens of one sample, prompt included; a request that might exceed it is refused.
         temperature: of the sampling distribution; 0 is greedy (log-probs are then 0).
         eos_ids: tokens that end a response.
-        interrupt: False keeps new weights aside until the running samples have ended on the old ones; see `load_weights`.
+        interrupt: False keeps new weights aside until the running samples have ended on the old ones.
         prefill_tokens: most prompt tokens computed in one forward, so that starting samples cannot stall decoding.
             One longer prompt still goes through alone.
     """
@@ -138,7 +139,7 @@ class TransformersEngine:
         prefill_tokens: int = 8192,
     ) -> None:
         if num_slots < 1 or max_len < 2 or prefill_tokens < 1:
-            raise ValueError(f"need num_slots >= 1, max_len >= 2, prefill_tokens >= 1; got {num_slots}, {max_len}, {prefill_tokens}")
+            raise ValueError(f"num_slots {num_slots}, max_len {max_len}, prefill_tokens {prefill_tokens}: too small")
         if max_len > model.config.max_position_embeddings:
             raise ValueError(f"max_len {max_len} exceeds the model's {model.config.max_position_embeddings} positions")
         models.prepare(model)
@@ -196,9 +197,17 @@ class TransformersEngine:
             raise FloatingPointError(f"policy version {self.version} gives logits that are not finite (sample {bad})")
         self._rows.append(tokens, logprobs, self.version)
         completions = self._collect(np.isin(tokens, self._eos))
-        if self._kept_aside and not self._rows:
-            self._swap, self._kept_aside = self._load(*self._kept_aside), None
+        self._swap_if_idle()
         return completions
+
+    def cancel(self, keys: Iterable[Key]) -> int:
+        """Forget samples that wait or run, keys not in flight ignored. Returns how many were forgotten."""
+        unwanted = self._keys & set(keys)
+        self._waiting = deque(request for request in self._waiting if request.key not in unwanted)
+        self._free([row for row, run in enumerate(self._rows.running) if run.request.key in unwanted])
+        self._keys -= unwanted
+        self._swap_if_idle()
+        return len(unwanted)
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Swap | None:
         """Swap in a complete set of weights between two tokens; every KV entry is dropped and computed anew.
@@ -221,20 +230,20 @@ class TransformersEngine:
         return None
 
     def take_swap(self) -> Swap | None:
-        """The swap a `step` made since the last call, if any (interrupt=False only)."""
+        """The swap a `step` or `cancel` made since the last call, if any (interrupt=False only)."""
         swap, self._swap = self._swap, None
         return swap
 
     def _check(self, request: Request, new: set[Key]) -> None:
-        size, vocab = len(request.prompt), self._model.config.vocab_size
+        size, budget, vocab = len(request.prompt), request.max_new_tokens, self._model.config.vocab_size
         where = f"sample {request.key}"
         if request.key in self._keys or request.key in new:
             raise ValueError(f"{where} is in flight already")
-        if size < 1 or request.max_new_tokens < 1:
-            raise ValueError(f"{where}: prompt of {size} tokens, budget of {request.max_new_tokens}; both need at least one")
-        if size + request.max_new_tokens > self._max_len:
+        if size < 1 or budget < 1:
+            raise ValueError(f"{where}: prompt and budget need at least one token, got {size} and {budget}")
+        if size + budget > self._max_len:
             raise ValueError(
-                f"{where}: prompt of {size} + budget of {request.max_new_tokens} tokens exceed max_len {self._max_len}; "
+                f"{where}: prompt of {size} + budget of {budget} tokens exceed max_len {self._max_len}; "
                 "shorten the prompt, lower max_new_tokens or raise the engine's max_len"
             )
         if not 0 <= min(request.prompt) <= max(request.prompt) < vocab:
@@ -275,7 +284,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _forward(self, prompts: list[int], copies: Sequence[tuple[int, int]] = (), *, decode: bool) -> Tensor:
-        """Compute the KV entries of all tokens but the newest of rows `prompts`, and logits [n, V] of all rows if `decode`."""
+        """Compute KV entries of all tokens but the newest of rows `prompts`; logits [n, V] of all rows if `decode`."""
         rows, n = self._rows, len(self._rows) if decode else 0
         last = rows.length[:n] - 1
         attend = StepAttention(self._cache, models.attention_kernel(self._model), self._device)
@@ -286,30 +295,37 @@ class TransformersEngine:
         if prompts:
             lengths = [int(rows.length[row]) - 1 for row in prompts]
             self._cache.reserve(max(lengths))
-            tokens += [rows.tokens[row, :size] for row, size in zip(prompts, lengths)]
+            tokens += [rows.tokens[row, :size] for row, size in zip(prompts, lengths, strict=True)]
             positions += [np.arange(size) for size in lengths]
             attend.prefill(np.array(prompts), lengths, np.concatenate(positions[1:]))
         if copies:
-            sources, targets = zip(*copies)
+            sources, targets = zip(*copies, strict=True)
             attend.copy(list(sources), list(targets), int(rows.prompt[list(targets)].max()) - 1)
         filler = np.zeros(max(0, MIN_ROWS - sum(map(len, tokens))), np.int64)
         flat, at = (torch.from_numpy(np.concatenate([*x, filler]).astype(np.int64)) for x in (tokens, positions))
         hidden = models.hidden_states(self._model, flat.to(self._device)[None], at.to(self._device)[None], attend)
         return models.head(self._model, hidden[0, : max(n, MIN_ROWS)])[:n] if decode else hidden
 
-    @torch.inference_mode()
     def _collect(self, ended: NDArray[np.bool_]) -> list[Completion]:
         """Take finished samples out, oldest first."""
         rows, now = self._rows, time.monotonic()
         finished = np.flatnonzero(ended | (rows.length[: len(rows)] >= rows.limit[: len(rows)])).tolist()
         finished.sort(key=lambda row: rows.running[row].serial)
         completions = [rows.completion(row, bool(ended[row]), now) for row in finished]
-        for row in sorted(finished, reverse=True):
-            moved = rows.release(row)
-            if moved != row:
-                self._cache.move_row(moved, row, int(rows.length[row]) - 1)
+        self._free(finished)
         self._keys.difference_update(completion.key for completion in completions)
         return completions
+
+    @torch.inference_mode()
+    def _free(self, rows: list[int]) -> None:
+        for row in sorted(rows, reverse=True):
+            moved = self._rows.release(row)
+            if moved != row:
+                self._cache.move_row(moved, row, int(self._rows.length[row]) - 1)
+
+    def _swap_if_idle(self) -> None:
+        if self._kept_aside and not self._rows:
+            self._swap, self._kept_aside = self._load(*self._kept_aside), None
 
     def _load(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Swap:
         started = time.monotonic()

@@ -48,6 +48,7 @@ def run(scenario: str, *, size: int = 3, timeout_s: float = 60.0) -> list[int | 
         "other_plan",
         "bad_tensors",
         "silent_sender",
+        "slow_sender",
         "absent_receivers",
         "late_trainer",
         "missing_rank",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fractions  # noqa: F401 - for literal()
 import os
@@ -134,10 +135,8 @@ def dies_once(_p: str, _c: str, metadata: dict[str, Any]) -> Any:
 def garbage_once(_p: str, _c: str, metadata: dict[str, Any]) -> int:
     if first_time(metadata):
         for fd in range(3, 10):
-            try:
+            with contextlib.suppress(OSError):
                 os.write(fd, b"a function that found the pipe")
-            except OSError:
-                pass
         time.sleep(1000)
     return 1
 

@@ -89,7 +89,7 @@ def literal(
                 values[i] = (rewards[i] - mean) / (std + EPS)
     if not batch_norm:
         return values
-    tokens = [value for value, length in zip(values, lengths) for _ in range(length)]
+    tokens = [value for value, length in zip(values, lengths, strict=True) for _ in range(length)]
     mean = math.fsum(tokens) / len(tokens)
     std = math.sqrt(math.fsum((token - mean) ** 2 for token in tokens) / len(tokens))
     return [(value - mean) / (std + EPS) for value in values]
@@ -102,7 +102,7 @@ sequences = st.lists(st.tuples(rewards_seen, st.integers(0, 4), st.integers(1, 3
 @given(sequences, st.sampled_from(["none", "mean", "mean_std"]), st.booleans(), st.randoms(use_true_random=False))
 @settings(max_examples=200, deadline=None)
 def test_against_the_transcription(batch: list, group_norm: GroupNorm, batch_norm: bool, random) -> None:
-    rewards, groups, lengths = map(list, zip(*batch))
+    rewards, groups, lengths = map(list, zip(*batch, strict=True))
     result = advantages(rewards, groups, lengths, group_norm=group_norm, batch_norm=batch_norm)
     assert result == pytest.approx(literal(rewards, groups, lengths, group_norm, batch_norm), rel=1e-9, abs=1e-9)
     # Order means nothing: a shuffled batch gives the same numbers to the same sequences.

@@ -48,7 +48,9 @@ def evaluate(rows: Rows, config: LossConfig, num_tokens: float | None = None, dt
 # sum of w * min = 2 + 2.4 + 1 - 6 - 2.4 - 4 = -7
 RATIOS = [(1.0, 1.0), (1.5, 2.0), (0.5, 2.0), (1.5, 4.0), (0.5, 3.0), (4.0, 0.5)]
 ADVANTAGES = [2.0, 1.0, 1.0, -1.0, -1.0, -2.0]
-HAND: Rows = [(-1 + math.log(w) + math.log(u), -1 + math.log(w), -1.0, a) for (u, w), a in zip(RATIOS, ADVANTAGES)]
+HAND: Rows = [
+    (-1 + math.log(w) + math.log(u), -1 + math.log(w), -1.0, a) for (u, w), a in zip(RATIOS, ADVANTAGES, strict=True)
+]
 
 
 def test_by_hand_decoupled() -> None:
@@ -137,10 +139,8 @@ def literal(rows: Rows, config: LossConfig, num_tokens: float) -> tuple[float, l
             u, w = math.exp(current - behaviour), 1.0
         else:
             u, w = math.exp(current - proximal), math.exp(proximal - behaviour)
-        if config.cap_mode == "mask" and w > config.weight_cap:
-            w = 0.0
-        if config.cap_mode == "clamp":
-            w = min(w, config.weight_cap)
+        if config.weight_cap is not None and w > config.weight_cap:
+            w = 0.0 if config.cap_mode == "mask" else config.weight_cap
         term, slope = u * advantage, u * advantage  # d exp(x - p) / dx = exp(x - p)
         edge = 1 + config.clip_high if advantage > 0 else 1 - config.clip_low
         if edge * advantage < term:
@@ -290,11 +290,10 @@ def test_an_empty_micro_batch() -> None:
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("cap", [(None, "none"), (2.0, "mask"), (2.0, "clamp")])
 def test_a_nan_does_not_vanish(objective, column: int, order: int, cap) -> None:
-    broken: list[float] = list(HAND[0])
-    broken[column] = math.nan
+    broken: Rows = [tuple(math.nan if i == column else value for i, value in enumerate(HAND[0]))]  # type: ignore[list-item]
     config = LossConfig(objective, 0.2, 0.2, None, *cap)
     stats = LossStats.empty()
-    for rows in [HAND[:3], [tuple(broken)], HAND[3:]][::order]:
+    for rows in [HAND[:3], broken, HAND[3:]][::order]:
         stats = stats.merge(policy_loss(*columns(rows), config=config, num_tokens=7)[1])
     figures = stats.finish()
     if objective == "naive" and column == 1:  # ignored

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import FAMILIES, VOCAB, plain_logprobs, tiny_model
-from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from areal_hpc import models
 
@@ -20,7 +21,7 @@ def sequences(seed: int = 1) -> list[list[int]]:
     return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def packed(model: PreTrainedModel, parts: list[list[int]], prompts: list[int], **options: object) -> tuple:
+def packed(model: PreTrainedModel, parts: list[list[int]], prompts: list[int], **options: Any) -> tuple:
     borders = torch.tensor([0, *[len(part) for part in parts]], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     tokens = torch.tensor([token for part in parts for token in part])
     return models.packed_logprobs(model, tokens, borders, prompt_lens=prompts, **options)
@@ -29,11 +30,10 @@ def packed(model: PreTrainedModel, parts: list[list[int]], prompts: list[int], *
 def bigram_model(table: list[list[float]]) -> PreTrainedModel:
     """A Qwen2 with P(next | token) = table[token][next]: blocks add nothing, embeddings are one-hot."""
     n = len(table)
-    config = Qwen2Config(
-        vocab_size=n, hidden_size=n, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1,
+    model = models.new_model(
+        "qwen2", vocab_size=n, hidden_size=n, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1,
         num_key_value_heads=1, rms_norm_eps=1e-12, tie_word_embeddings=False,
     )  # fmt: skip
-    model = Qwen2ForCausalLM(config).eval()
     weights = {name: torch.zeros_like(tensor) for name, tensor in models.named_weights(model).items()}
     weights["model.embed_tokens.weight"] = torch.eye(n)  # the final norm turns a one-hot vector into sqrt(n) times it
     weights["model.norm.weight"] = torch.full((n,), n**-0.5)
@@ -64,14 +64,14 @@ def test_temperature_divides_the_logits_by_hand() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_equals_one_sequence_at_a_time(family: str) -> None:
     plain, model, parts = tiny_model(family), tiny_model(family), sequences()
-    expected = torch.cat([plain_logprobs(plain, part, p, 0.8) for part, p in zip(parts, PROMPTS)])
+    expected = torch.cat([plain_logprobs(plain, part, p, 0.8) for part, p in zip(parts, PROMPTS, strict=True)])
     logprobs, entropy = packed(model, parts, PROMPTS, temperature=0.8)
     assert entropy is None
     torch.testing.assert_close(logprobs, expected, atol=2e-6, rtol=1e-6)
     weights = torch.linspace(-1, 1, len(expected))
     (expected * weights).sum().backward()
     (logprobs * weights).sum().backward()
-    for (name, parameter), (_, reference) in zip(model.named_parameters(), plain.named_parameters()):
+    for (name, parameter), (_, reference) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, reference.grad, atol=1e-5, rtol=1e-4, msg=name)
 
 
@@ -82,7 +82,7 @@ def test_no_sequence_sees_another(family: str) -> None:
         before, _ = packed(model, parts, PROMPTS)
         parts[1] = [(token + 1) % VOCAB for token in parts[1]]
         after, _ = packed(model, parts, PROMPTS)
-    ends = torch.tensor([n - p for n, p in zip(LENGTHS, PROMPTS)]).cumsum(0).tolist()
+    ends = torch.tensor([n - p for n, p in zip(LENGTHS, PROMPTS, strict=True)]).cumsum(0).tolist()
     changed = slice(ends[0], ends[1])
     assert not torch.isclose(before[changed], after[changed]).any()
     assert torch.equal(before[: ends[0]], after[: ends[0]]) and torch.equal(before[ends[1] :], after[ends[1] :])
@@ -92,15 +92,21 @@ def test_large_vocabularies_go_in_chunks_with_the_same_gradients(monkeypatch: py
     whole, chunked, parts = tiny_model("llama"), tiny_model("llama"), sequences()
     expected, entropy = packed(whole, parts, PROMPTS, with_entropy=True)
     monkeypatch.setattr(models, "_LOGITS_PER_CHUNK", 5 * VOCAB)
-    scored, real = [], models._score
-    monkeypatch.setattr(models, "_score", lambda *a, **k: scored.append(len(a[1])) or real(*a, **k))
+    scored: list[int] = []
+    real = models._score
+
+    def score(*args: Any, **options: Any) -> Any:
+        scored.append(len(args[1]))
+        return real(*args, **options)
+
+    monkeypatch.setattr(models, "_score", score)
     logprobs, entropy_of_chunks = packed(chunked, parts, PROMPTS, with_entropy=True)
     assert max(scored) == 5 and sum(scored) == len(expected)
     torch.testing.assert_close(logprobs, expected, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(entropy_of_chunks, entropy, atol=1e-6, rtol=1e-6)
     expected.sum().backward()
     logprobs.sum().backward()
-    for parameter, reference in zip(chunked.parameters(), whole.parameters()):
+    for parameter, reference in zip(chunked.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, reference.grad, atol=1e-5, rtol=1e-5)
 
 
@@ -146,7 +152,7 @@ def _wrong_shape(weights: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tens
         (_wrong_shape, r"model.norm.weight has shape \[3\], needs \[32\]"),
     ],
 )
-def test_an_unfit_set_of_weights_changes_nothing(spoil, complaint: str) -> None:  # noqa: ANN001
+def test_an_unfit_set_of_weights_changes_nothing(spoil: Any, complaint: str) -> None:
     model = tiny_model("qwen2", 2)
     before = {name: tensor.clone() for name, tensor in models.named_weights(model).items()}
     with pytest.raises(ValueError, match=complaint):
@@ -200,14 +206,14 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
 
 
 def test_models_with_other_attention_are_refused() -> None:
-    sliding = Qwen2Config(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, num_key_value_heads=1, vocab_size=9,
-                          intermediate_size=8, use_sliding_window=True, sliding_window=4, max_window_layers=0)  # fmt: skip
+    sizes = dict(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, num_key_value_heads=1, intermediate_size=8)
+    window = dict(use_sliding_window=True, sliding_window=4, max_window_layers=0)
     with pytest.raises(ValueError, match="sliding"):
-        models.prepare(Qwen2ForCausalLM(sliding))
-    capped = Gemma2Config(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, num_key_value_heads=1, vocab_size=9,
-                          intermediate_size=8, head_dim=8, layer_types=["full_attention"])  # fmt: skip
+        models.prepare(models.new_model("qwen2", vocab_size=9, **sizes, **window))
+    with pytest.raises(ValueError, match="sliding_window"):
+        models.prepare(models.new_model("mistral", vocab_size=9, **sizes))
     with pytest.raises(ValueError, match="final_logit_softcapping"):
-        models.prepare(Gemma2ForCausalLM(capped))
+        models.prepare(models.new_model("gemma2", vocab_size=9, head_dim=8, layer_types=["full_attention"], **sizes))
 
 
 def test_a_prepared_model_cannot_be_run_unpacked_by_mistake() -> None:

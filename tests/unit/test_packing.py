@@ -93,7 +93,7 @@ def test_plan_keeps_its_promises(lengths: list[int], num_ranks: int, seed: int, 
     parts = [indices(ranks) for ranks in made.micro_batches]
     assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    for part, ranks, rank_tokens in zip(parts, made.micro_batches, made.rank_tokens):
+    for part, ranks, rank_tokens in zip(parts, made.micro_batches, made.rank_tokens, strict=True):
         assert len(ranks) == num_ranks
         (per_rank,) = {len(micro_batches) for micro_batches in ranks}
         sums = [[sum(lengths[index] for index in mb) for mb in micro_batches] for micro_batches in ranks]

@@ -86,7 +86,7 @@ def test_time_out_holds_when_nobody_polls(tmp_path: Path) -> None:
 
 
 def test_time_out_takes_the_whole_process_group(tmp_path: Path) -> None:
-    with RewardService(FUNCTION, num_workers=1, timeout_s=1.0) as service:
+    with RewardService(FUNCTION, num_workers=1, timeout_s=2.0) as service:
         assert one(service, do="stubborn", file=str(tmp_path / "pids")).outcome == "timeout"
         (line,) = lines(tmp_path / "pids")
         end(map(int, line.split()))
@@ -181,7 +181,7 @@ def test_worker_that_does_not_read_blocks_nobody() -> None:
         os.kill(pid, signal.SIGCONT)
         (result,) = service.wait(WAIT_S)
         assert result.outcome == "correct"
-    with RewardService(FUNCTION, num_workers=1, timeout_s=0.3) as service:
+    with RewardService(FUNCTION, num_workers=1, timeout_s=1.0) as service:
         (pid,) = children(os.getpid()) - before
         os.kill(pid, signal.SIGSTOP)
         assert one(service, completion=text, do="literal", value="1").outcome == "timeout"

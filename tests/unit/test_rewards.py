@@ -131,13 +131,16 @@ def test_surroundings_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_module_on_the_path_and_relative_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "lib").mkdir()
+    for folder in ("lib", "other"):
+        (tmp_path / folder).mkdir()
     (tmp_path / "lib" / "my_rewards.py").write_text("def half(prompt, completion, metadata): return 0.5\n")
+    (tmp_path / "other" / "beside.py").write_text("THIRD = 1 / 3\n")
+    (tmp_path / "other" / "own.py").write_text("import beside\ndef third(p, c, m): return beside.THIRD\n")
     monkeypatch.syspath_prepend(tmp_path / "lib")
     monkeypatch.chdir(tmp_path)
-    for name in ("my_rewards:half", "lib/my_rewards.py:half"):
+    for name, reward in (("my_rewards:half", 0.5), ("other/own.py:third", 1 / 3)):
         with RewardService(name, num_workers=1, timeout_s=WAIT_S) as service:
-            assert one(service).reward == 0.5
+            assert one(service).reward == reward
 
 
 def test_time_in_the_queue_does_not_count() -> None:

@@ -13,9 +13,9 @@ PACKAGE = Path(__file__).parents[2] / "areal_hpc"
 # its own, but roles never from each other.
 FLOORS = [
     "__init__ exits config configschema configrules configcheck trajectory codec messages staleness logschema activity "
-    "seeds waiting shipment",
+    "seeds waiting shipment faults",
     "packing advantages losses models sampling controller_state learner",
-    "comm process_group weights runlog runlog_writer datasets reward_worker rewards rundir engines preflight reporting "
+    "comm warm_blocks process_group buckets weights runlog runlog_writer datasets reward_worker rewards rundir engines preflight reporting "
     "bookkeeping evaluation progress",
     "controller trainer rollout",
     "rank launch liveview check cli demo bench",
@@ -31,7 +31,7 @@ ROOMS = {
     "rich": {"liveview", "check", "bench.report"},
 }
 NO_TORCH = FLOORS[0].split() + ["packing", "advantages", "controller_state", "comm", "runlog", "runlog_writer", "datasets",
-                                "reward_worker", "rewards", "bookkeeping", "evaluation", "progress", "controller"]  # fmt: skip
+                                "reward_worker", "rewards", "bookkeeping", "evaluation", "progress", "controller", "faults"]  # fmt: skip
 FLOOR_OF = {name: number for number, line in enumerate(FLOORS) for name in line.split()}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -25,7 +25,7 @@ def test_a_position_has_the_same_number_however_it_is_reached(seed: int, start: 
 def test_streams_are_uniform_distinct_and_never_one() -> None:
     numbers = np.stack([uniforms(seed, 0, 1000) for seed in range(200)])
     assert numbers.dtype == np.float64 and len(np.unique(numbers)) == numbers.size
-    assert 0 <= numbers.min() and numbers.max() < 1
+    assert numbers.min() >= 0 and numbers.max() < 1
     for view in (numbers.ravel(), numbers[:, 0]):  # along streams, and the first number across neighbouring seeds
         expected = len(view) / 10
         chi2 = ((np.histogram(view, 10, (0, 1))[0] - expected) ** 2 / expected).sum()

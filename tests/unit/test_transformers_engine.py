@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tiny_models import FAMILIES, VOCAB, plain_logprobs, tiny_model
 from transformers import PreTrainedModel
 
 from areal_hpc import models
-from areal_hpc.engines.base import Completion, Request
+from areal_hpc.engines.base import Completion, Request, Swap
 from areal_hpc.engines.transformers_engine import TransformersEngine
 from areal_hpc.sampling import uniforms
 from areal_hpc.trajectory import Key
@@ -25,8 +26,8 @@ def one_thread() -> None:
     torch.set_num_threads(1)  # with more, MKL splits products by batch size and the last bit may differ
 
 
-def engine_of(family: str = "qwen2", seed: int = 0, **options: object) -> TransformersEngine:
-    defaults = dict(num_slots=4, max_len=128, temperature=1.0, eos_ids=(), prefill_tokens=64)
+def engine_of(family: str = "qwen2", seed: int = 0, **options: Any) -> TransformersEngine:
+    defaults: dict[str, Any] = dict(num_slots=4, max_len=128, temperature=1.0, eos_ids=(), prefill_tokens=64)
     return TransformersEngine(tiny_model(family, seed), **(defaults | options))
 
 
@@ -58,13 +59,21 @@ def run(engine: TransformersEngine, steps: int | None = None) -> list[Completion
     return completions
 
 
+def certain(swap: Swap | None) -> Swap:
+    assert swap is not None
+    return swap
+
+
 def by_key(completions: Sequence[Completion]) -> dict[Key, Completion]:
     assert len({c.key for c in completions}) == len(completions)
     return {c.key: c for c in completions}
 
 
 def largest_error(
-    completions: Sequence[Completion], requests: Sequence[Request], policies: dict[int, PreTrainedModel], temperature: float = 1.0
+    completions: Sequence[Completion],
+    requests: Sequence[Request],
+    policies: dict[int, PreTrainedModel],
+    temperature: float = 1.0,
 ) -> float:
     """Largest difference between stored log-probs and those of the version each token names."""
     prompts, worst = {r.key: r.prompt for r in requests}, 0.0
@@ -112,7 +121,7 @@ def test_stale_entries_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     run(engine, 10)
     real = TransformersEngine._load
 
-    def keep_entries(self: TransformersEngine, *args: object) -> object:
+    def keep_entries(self: TransformersEngine, *args: Any) -> Any:
         kept = self._cache
         swap = real(self, *args)
         self._cache = kept
@@ -127,7 +136,7 @@ def test_swaps_report_what_they_interrupted() -> None:
     engine = engine_of(num_slots=3)
     engine.submit([request(g, prompt_len=5 + g, budget=9) for g in range(4)])
     run(engine, 4)
-    swap = engine.load_weights(1, weights_of("qwen2", 1))
+    swap = certain(engine.load_weights(1, weights_of("qwen2", 1)))
     assert (swap.version, swap.interrupted) == (1, 3) and swap.pause_s > 0
     assert swap.reprefilled_tokens == (5 + 6 + 7) + 3 * 3  # the newest of 4 tokens has no entry yet
     run(engine, 1)
@@ -136,7 +145,7 @@ def test_swaps_report_what_they_interrupted() -> None:
     assert [done[g, 0].interruptions for g in range(4)] == [2, 2, 2, 0]
     assert done[0, 0].versions.tolist() == [0] * 4 + [1] + [2] * 4
     assert done[3, 0].versions.tolist() == [2] * 9
-    assert engine.load_weights(3, weights_of("qwen2", 3)).interrupted == 0
+    assert certain(engine.load_weights(3, weights_of("qwen2", 3))).interrupted == 0
 
 
 @pytest.mark.parametrize("version", [0, 3, 4])
@@ -163,7 +172,8 @@ def test_tokens_do_not_depend_on_slots_neighbours_or_order(family: str) -> None:
     requests = mixed_requests()
     shuffled = [requests[i] for i in np.random.default_rng(5).permutation(len(requests))]
     outcomes = []
-    for num_slots, order, prefill_tokens in ((8, requests, 64), (1, requests, 64), (5, shuffled, 1), (40, shuffled, 64)):
+    setups = ((8, requests, 64), (1, requests, 64), (5, shuffled, 1), (40, shuffled, 64))
+    for num_slots, order, prefill_tokens in setups:
         engine = engine_of(family, num_slots=num_slots, prefill_tokens=prefill_tokens, eos_ids=(EOS,))
         engine.submit(order)
         outcomes.append(by_key(run(engine)))
@@ -190,9 +200,12 @@ def test_groups_share_the_prefill_of_their_prompt(monkeypatch: pytest.MonkeyPatc
     engine, requests = engine_of(num_slots=6), [request(2, s, prompt_len=30, budget=6 + s) for s in range(9)]
     prefilled: list[int] = []
     real = TransformersEngine._forward
-    monkeypatch.setattr(
-        TransformersEngine, "_forward", lambda self, prompts, *a, **k: prefilled.extend(prompts) or real(self, prompts, *a, **k)
-    )
+
+    def forward(self: TransformersEngine, prompts: list[int], *args: Any, **options: Any) -> torch.Tensor:
+        prefilled.extend(prompts)
+        return real(self, prompts, *args, **options)
+
+    monkeypatch.setattr(TransformersEngine, "_forward", forward)
     engine.submit(requests)
     completions = run(engine)
     assert len(prefilled) == 1 and len(completions) == 9
@@ -262,7 +275,8 @@ def test_end_token_on_the_last_of_the_budget_counts_as_eos() -> None:
 
 
 def test_a_request_may_fill_max_len_exactly() -> None:
-    engine, requests = engine_of(max_len=33), [request(0, prompt_len=13, budget=20), request(1, prompt_len=32, budget=1)]
+    engine = engine_of(max_len=33)
+    requests = [request(0, prompt_len=13, budget=20), request(1, prompt_len=32, budget=1)]
     engine.submit(requests)
     completions = run(engine)
     assert [len(c.tokens) for c in completions] == [1, 20]
@@ -294,7 +308,7 @@ def test_bad_requests_are_refused_and_nothing_with_them(bad: Request, complaint:
 
 
 @pytest.mark.parametrize("options", [{"num_slots": 0}, {"max_len": 1}, {"prefill_tokens": 0}, {"max_len": 257}])
-def test_impossible_engines_are_refused(options: dict[str, int]) -> None:
+def test_impossible_engines_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         engine_of(**options)
 
@@ -321,7 +335,7 @@ def test_without_interruption_running_samples_end_on_the_old_weights() -> None:
         tensor.fill_(float("nan"))  # the receive buffer may be used again
     completions += run(engine, 5)
     assert engine.version == 1 and engine.num_running == 0 and engine.num_waiting == 2  # nothing new started meanwhile
-    swap = engine.take_swap()
+    swap = certain(engine.take_swap())
     assert (swap.version, swap.interrupted, swap.reprefilled_tokens) == (1, 0, 0) and engine.take_swap() is None
     completions += run(engine)
     done = by_key(completions)
@@ -332,7 +346,7 @@ def test_without_interruption_running_samples_end_on_the_old_weights() -> None:
 
 def test_without_interruption_a_newer_set_replaces_the_one_kept_aside() -> None:
     engine = engine_of(interrupt=False)
-    assert engine.load_weights(1, weights_of("qwen2", 1)).version == 1  # idle: at once
+    assert certain(engine.load_weights(1, weights_of("qwen2", 1))).version == 1  # idle: at once
     engine.submit([request(0, budget=4)])
     engine.step()
     assert engine.load_weights(2, weights_of("qwen2", 2)) is None
@@ -342,7 +356,31 @@ def test_without_interruption_a_newer_set_replaces_the_one_kept_aside() -> None:
         engine.load_weights(3, weights_of("qwen2", 3)[:-1])
     assert engine.load_weights(4, weights_of("qwen2", 4)) is None
     run(engine)
-    assert engine.version == 4 and engine.take_swap().version == 4
+    assert engine.version == 4 and certain(engine.take_swap()).version == 4
+
+
+def test_cancelled_samples_leave_no_trace() -> None:
+    engine, requests = engine_of(num_slots=3), [request(g, prompt_len=4 + g, budget=20) for g in range(6)]
+    undisturbed = engine_of(num_slots=3)
+    for each in (engine, undisturbed):
+        each.submit(requests)
+        each.step()
+    assert engine.cancel([(0, 0), (4, 0), (99, 0)]) == 2
+    assert (engine.num_running, engine.num_waiting) == (2, 2)
+    done, expected = by_key(run(engine)), by_key(run(undisturbed))
+    assert done.keys() == {(g, 0) for g in (1, 2, 3, 5)}
+    assert all(np.array_equal(done[key].logprobs, expected[key].logprobs) for key in done)
+    engine.submit([requests[0]])
+    assert np.array_equal(run(engine)[0].tokens, expected[0, 0].tokens)
+
+
+def test_cancelling_the_last_running_sample_swaps() -> None:
+    engine = engine_of(interrupt=False)
+    engine.submit([request(0)])
+    engine.step()
+    engine.load_weights(1, weights_of("qwen2", 1))
+    assert engine.cancel([(0, 0)]) == 1
+    assert engine.version == 1 and certain(engine.take_swap()).version == 1
 
 
 def test_broken_weights_are_named() -> None:

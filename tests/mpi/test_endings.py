@@ -1,0 +1,167 @@
+"""Every way a run can end: the exit code and one line say why and where, and nothing is left running."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from areal_hpc.exits import Exit
+from areal_hpc.faults import VARIABLE
+from areal_hpc.rundir import read_json
+from tests.runs import finish, processes_of, run, start, tiny_config, wait_until
+
+pytestmark = pytest.mark.mpi
+GONE_S = 30
+
+
+def test_max_steps_in_the_middle_of_everything(tiny_dir, tmp_path):
+    config = tiny_config(
+        tiny_dir, tmp_path / "a run with spaces", steps=2, staleness={"max_staleness": "inf"}, rollout={"ranks": 2, "slots": 32}
+    )
+    finished = run(config)
+    finished.assert_done()
+    assert finished.summary["why_ended"] == "last step reached"
+    assert finished.summary["versions"] == 2
+    assert processes_of(config) == []
+
+
+def test_dataset_exhausted(tiny_dir, tmp_path):
+    """10 prompts once, in batches of 4: two steps, two groups left over, and the log says so."""
+    lines = (tiny_dir / "train.jsonl").read_text().splitlines()[:10]
+    (tmp_path / "ten.jsonl").write_text("\n".join(lines))
+    config = tiny_config(tiny_dir, tmp_path / "run", steps=100, data={"train": str(tmp_path / "ten.jsonl"), "epochs": 1})
+    finished = run(config)
+    finished.assert_done()
+    assert (finished.summary["versions"], finished.summary["why_ended"]) == (2, "data set exhausted")
+    trajectories = finished.log().trajectories
+    assert trajectories.prompt_id.nunique() == 10
+    assert (trajectories.fate == "leftover").sum() == 2 * 4
+    assert "leftover" in set(finished.log().events.kind)
+    assert processes_of(config) == []
+
+
+def test_ctrl_c(tiny_dir, tmp_path):
+    config = tiny_config(tiny_dir, tmp_path / "run", steps=100_000)
+    process = start(config)
+    wait_until(lambda: read_json(tmp_path / "run" / "status.json").get("version", 0) >= 1, 120, "the first step")
+    process.send_signal(signal.SIGINT)
+    finished = finish(process, config)
+    assert finished.seconds < GONE_S
+    assert finished.returncode == Exit.INTERRUPTED
+    assert "stopped by SIGINT at version" in finished.stderr
+    assert finished.status["state"] == "interrupted"
+    assert len(finished.log().steps) >= 1
+    assert processes_of(config) == []
+
+
+@pytest.mark.parametrize(
+    "fault, where",
+    [
+        ("exception@controller.compose#0*2", "compose"),
+        ("exception@trainer.batch#1*2", "rank 1 (trainer)"),
+        ("exception@rollout.decode#3*20", "rank 3 (rollout)"),
+    ],
+)
+def test_exception_on_one_rank(fault, where, tiny_dir, tmp_path):
+    config = tiny_config(tiny_dir, tmp_path / "run", steps=100_000, rollout={"ranks": 2})
+    finished = run(config, environment={VARIABLE: fault})
+    assert finished.returncode == Exit.FAILED
+    line = next(line for line in finished.stderr.splitlines() if "run ended with code 1" in line)
+    assert where in line and "InjectedFault" in line
+    assert "Traceback" not in finished.stderr
+    assert "Traceback" in finished.rank_logs()
+    assert finished.status["state"] == "failed" and finished.status["why_ended"] in line
+    assert "InjectedFault" in finished.log().events.text.iloc[-1]
+    assert processes_of(config) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_killed_rank_takes_the_world_with_it(rank, tiny_dir, tmp_path):
+    point = ["controller.compose", "trainer.batch", "rollout.decode"][rank]
+    config = tiny_config(tiny_dir, tmp_path / "run", steps=100_000)
+    finished = run(config, environment={VARIABLE: f"kill@{point}#{rank}*2"})
+    assert finished.returncode not in (0, Exit.INTERRUPTED)
+    assert "run ended with code" in finished.stderr
+    wait_until(lambda: processes_of(config) == [], GONE_S, "all processes to be gone")
+
+
+def test_one_batch_that_is_not_finite_is_dumped_and_skipped(tiny_dir, tmp_path):
+    """One NaN on one of two trainer ranks: both skip the update, the version stands still, the run goes on."""
+    config = tiny_config(
+        tiny_dir, tmp_path / "run", mode="sync", steps=3, trainer={"ranks": 2, "minibatches": 2}, deadlines={"exit_s": 20}
+    )
+    finished = run(config, environment={VARIABLE: "nan@trainer.batch#2*2"})
+    finished.assert_done()
+    steps = finished.log().steps
+    assert steps.skipped.tolist() == [False, True, False, False]
+    assert steps.version_after.tolist() == [1, 1, 2, 3]
+    assert len(list(tmp_path.glob("run/attempt_1/skipped_step_2_rank_*.npz"))) == 2
+    assert (finished.log().events.kind == "batch_skipped").sum() == 2
+    assert "SKIPPED" in finished.stdout
+    assert (finished.log().trajectories.query("consumed_step == 2").fate == "dropped").all()
+
+
+def test_too_many_of_them_end_the_run_as_diverged(tiny_dir, tmp_path):
+    config = tiny_config(tiny_dir, tmp_path / "run", steps=100, trainer={"max_skipped": 1})
+    finished = run(config, environment={VARIABLE: "nan@trainer.batch#1*3"})
+    assert finished.returncode == Exit.DIVERGED
+    assert "not finite" in finished.stderr
+    assert processes_of(config) == []
+
+
+def test_a_reward_that_hangs_is_a_timeout_and_not_a_wrong_answer(tiny_dir, tmp_path):
+    reward = tmp_path / "slow.py"
+    reward.write_text(
+        "import time\n"
+        "def reward(prompt, completion, metadata):\n"
+        "    if completion.startswith('a'):\n        time.sleep(3600)\n"
+        "    return float(len(completion) % 2)\n"
+    )
+    config = tiny_config(tiny_dir, tmp_path / "run", steps=2)
+    config["reward"] = {"function": f"{reward}:reward", "timeout_s": 0.3}
+    finished = run(config)
+    finished.assert_done()
+    trajectories = finished.log().trajectories
+    timeouts = trajectories[trajectories.outcome == "timeout"]
+    assert len(timeouts) > 0 and timeouts.reward.isna().all()
+    assert not (timeouts.fate == "consumed").any()
+    assert "reward_timeout" in set(finished.log().events.kind)
+
+
+def test_a_prompt_that_is_too_long_is_refused_and_replaced(tiny_dir, tmp_path):
+    data = (tiny_dir / "train.jsonl").read_text() + '{"id": "long", "prompt": "abcdefghabcdefgh"}\n'
+    (tmp_path / "data.jsonl").write_text('{"id": "long0", "prompt": "abcdefghabcdefgh"}\n' + data)
+    config = tiny_config(tiny_dir, tmp_path / "run", steps=2, data={"train": str(tmp_path / "data.jsonl"), "shuffle": False})
+    finished = run(config)
+    finished.assert_done()
+    events = finished.log().events
+    assert "prompt long0 has 16 tokens; 1 to 8 are allowed" in set(events[events.kind == "prompt_refused"].text)
+
+
+def test_wrong_world_size_is_named_at_once(tiny_dir, tmp_path):
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    from areal_hpc.config import Config
+    from areal_hpc.rundir import RunDir
+
+    config = Config.model_validate(tiny_config(tiny_dir, tmp_path / "run")).resolved()
+    run_dir = RunDir.next_attempt(tmp_path / "run")
+    run_dir.config.write_text(config.to_yaml())
+    rank = [sys.executable, "-m", "areal_hpc.rank", "--run-dir", str(run_dir.root), "--attempt", "1"]
+    mpiexec = str(Path(sys.executable).parent / "mpiexec")
+    alone = subprocess.run(rank, capture_output=True, text=True, timeout=30)
+    assert alone.returncode == Exit.PREFLIGHT
+    assert "the MPI world has 1 ranks but the configuration needs 3 (each process is alone" in alone.stderr
+    two = subprocess.run([mpiexec, "-n", "2", *rank], capture_output=True, text=True, timeout=30)
+    assert two.returncode == Exit.PREFLIGHT and "has 2 ranks but the configuration needs 3" in two.stderr
+    swapped = subprocess.run(
+        [mpiexec, "-n", "2", *rank, "--component", "rollout", ":", "-n", "1", *rank, "--component", "trainer"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert swapped.returncode == Exit.PREFLIGHT
+    assert "was started in component rollout but is a" in swapped.stderr
