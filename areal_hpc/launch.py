@@ -17,8 +17,8 @@ from pathlib import Path
 
 from areal_hpc.config import Config, PrepareConfig
 from areal_hpc.check import facts
-from areal_hpc.configcheck import ConfigErrors, check_config
-from areal_hpc.exits import MEANING, Exit
+from areal_hpc.configcheck import check_config
+from areal_hpc.exits import MEANING, Exit, RunError
 from areal_hpc.liveview import LiveView
 from areal_hpc.rundir import RunDir, read_json, write_json
 
@@ -37,22 +37,18 @@ def main(argv: Sequence[str]) -> int:
             prepare(checked.config.prepare)
             checked = check_config(Path(argv[0]), argv[1:])
         mpiexec = find_mpiexec()
-    except ConfigErrors as error:
-        print(error.render(), file=sys.stderr)
-        return int(Exit.CONFIG)
-    except LaunchError as error:
-        print(f"areal-hpc: {error}", file=sys.stderr)
-        return int(Exit.CONFIG)
+    except RunError as error:
+        print(error.reason, file=sys.stderr)
+        return int(error.code)
+    except KeyboardInterrupt:
+        print("areal-hpc: stopped before the run began", file=sys.stderr)
+        return int(Exit.INTERRUPTED)
     config = checked.config.resolved()
     run_dir = RunDir.next_attempt(Path(config.run_dir))
     run_dir.config.write_text(config.to_yaml(), encoding="utf-8")
     shutil.copy(run_dir.config, run_dir.attempt_dir / "config.resolved.yaml")
     print(f"{facts(checked)}\n  attempt  {run_dir.attempt}", flush=True)
     return LocalRun(config, run_dir, command_line(mpiexec, config, run_dir)).watch(began_s)
-
-
-class LaunchError(Exception):
-    """Nothing was started; the text says what to do."""
 
 
 def prepare(settings: PrepareConfig) -> None:
@@ -66,7 +62,7 @@ def load_function(name: str) -> Callable[..., object]:
     if module_name.endswith(".py"):
         spec = importlib.util.spec_from_file_location(Path(module_name).stem, module_name)
         if spec is None or spec.loader is None:
-            raise LaunchError(f"cannot load {module_name}")
+            raise RunError(Exit.CONFIG, f"areal-hpc: cannot load {module_name}")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     else:
@@ -79,7 +75,8 @@ def find_mpiexec() -> str:
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
-        raise LaunchError("no mpiexec in this environment or on PATH; `pip install mpich` brings one that needs no root")
+        reason = "no mpiexec in this environment or on PATH; `pip install mpich` brings one that needs no root"
+        raise RunError(Exit.CONFIG, f"areal-hpc: {reason}")
     return found
 
 
@@ -120,7 +117,12 @@ class LocalRun:
         """Run to the end; returns the exit code of the run."""
         view = LiveView(self.run_dir, self.config.steps)
         process = subprocess.Popen(
-            self.command, env=environment(), start_new_session=True, stdin=subprocess.DEVNULL, stdout=view.stdout
+            self.command,
+            env=environment(),
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=view.stdout,
+            stderr=view.stderr,
         )
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda n, _: self.ask_to_stop(n))
@@ -152,7 +154,7 @@ class LocalRun:
         status = read_json(self.run_dir.status)
         code = status.get("exit_code") if status.get("attempt") == self.run_dir.attempt else None
         if code is None:
-            why = "stopped before it began" if self.asked_s is not None else f"mpiexec ended with code {returncode} and no reason"
+            why = "stopped before it began" if self.asked_s is not None else no_reason(returncode)
             code = Exit.INTERRUPTED if self.asked_s is not None else returncode if 0 < returncode < 128 else Exit.FAILED
         else:
             why = status["why_ended"]
@@ -165,6 +167,11 @@ class LocalRun:
             print(f"areal-hpc: run ended with code {int(code)} ({meaning}): {why}\n"
                   f"areal-hpc: logs of all ranks are in {self.run_dir.attempt_dir}", file=sys.stderr, flush=True)
         return int(code)
+
+
+def no_reason(returncode: int) -> str:
+    """What can be said when no rank could say why."""
+    return f"mpiexec ended with code {returncode} and no rank had time to say why; was one killed (out of memory)?"
 
 
 def kill_session(process: subprocess.Popen[bytes]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from areal_hpc.config import TrainerConfig
 from areal_hpc.losses import LossConfig, LossStats, policy_loss
 from areal_hpc.models import packed_logprobs
 from areal_hpc.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Reducer(Protocol):
@@ -89,7 +92,7 @@ class Learner:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         config: TrainerConfig,
         temperature: float,
         reducer: Reducer | None = None,

@@ -38,7 +38,9 @@ class LiveView:
         self.steps = steps
         self.console = Console()
         self.is_live = self.console.is_terminal
-        self.stdout: int | None = subprocess.PIPE if self.is_live else None
+        # Nothing but the live view may write to the terminal, or its lines would be torn apart.
+        self.stdout = subprocess.PIPE if self.is_live else None
+        self.stderr = subprocess.STDOUT if self.is_live else None
         self._live: Live | None = None
         self._output = b""
         self._process: subprocess.Popen[bytes] | None = None
@@ -86,9 +88,11 @@ class LiveView:
         table.add_row(*(Text(name, style="dim") for name, _ in figures))
         table.add_row(*(Text(value, style="bold") for _, value in figures))
         history = sparkline(status.get("reward_history", []))
+        bar = Table.grid()
+        bar.add_row(ProgressBar(total=self.steps, completed=version, width=60))
         return Group(
             Text(f"{status.get('name', '')} {status['state']}", style="bold cyan"),
-            ProgressBar(total=self.steps, completed=version, width=60),
+            bar,
             table,
             Text(f"reward {history}", style="green") if history else Text(""),
         )

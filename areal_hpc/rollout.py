@@ -144,7 +144,7 @@ class Rollout:
         if group is None:
             return
         group.completions[done.key[1]] = done
-        text = self.tokenizer.decode(done.tokens, skip_special_tokens=True)
+        text = str(self.tokenizer.decode(done.tokens, skip_special_tokens=True))
         self.rewards.submit(done.key, group.header.prompt, text, group.header.metadata)
 
     def take_rewards(self) -> bool:

@@ -50,7 +50,6 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor
         return tokens, top - top
     logprobs = torch.log_softmax(logits.float() / temperature, -1)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1]
-    target = torch.minimum(uniforms * total, total.nextafter(torch.zeros_like(total)))  # rounding may reach total
+    target = uniforms * cumulative[:, -1]  # u <= 1 - 2^-53, so this rounds to less than the last entry
     tokens = torch.searchsorted(cumulative, target[:, None], right=True).clamp_(max=logits.shape[-1] - 1)
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]

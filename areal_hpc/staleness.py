@@ -18,6 +18,12 @@ admission order the lag of a first token is at most eta, not eta + 1 while weigh
 from __future__ import annotations
 
 import math
+from typing import TypeVar
+
+from numpy import int32
+from numpy.typing import NDArray
+
+Versions = TypeVar("Versions", int, NDArray[int32])
 
 
 def may_admit(number: int, batch_size: int, version: int, max_staleness: float) -> bool:
@@ -37,6 +43,7 @@ def counted_at_resume(version: int, batch_size: int, restored_groups: int) -> in
     return version * batch_size + restored_groups
 
 
-def lag(trainer_version: int, token_version: int) -> int:
-    """Version lag of a token when it is trained on; head lag for the first token, tail lag for the last."""
+def lag(trainer_version: int, token_version: Versions) -> Versions:
+    """Version lag of tokens (one version or an array of them) when they are trained on; head lag for first tokens,
+    tail lag for last ones."""
     return trainer_version - token_version

@@ -92,5 +92,15 @@ class Engine(Protocol):
     def step(self) -> list[Completion]:
         """Fill free slots, decode one token for every running sample, return those that finished."""
 
-    def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Swap:
-        """Swap in a complete set of weights between two tokens; every KV entry is dropped and computed anew."""
+    def cancel(self, keys: Iterable[Key]) -> int:
+        """Forget samples, running or waiting; unknown keys are ignored. Returns how many there were."""
+
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Swap | None:
+        """Swap in a complete set of weights between two tokens; every KV entry is dropped and computed anew.
+
+        An engine that does not interrupt keeps the set aside until its running samples have ended, and returns None;
+        `take_swap` tells later.
+        """
+
+    def take_swap(self) -> Swap | None:
+        """A swap that was made by `step` since the last call, if any."""

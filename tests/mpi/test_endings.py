@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from areal_hpc.config import Config
 from areal_hpc.exits import Exit
 from areal_hpc.faults import VARIABLE
-from areal_hpc.rundir import read_json
+from areal_hpc.rundir import RunDir, read_json
 from tests.runs import finish, processes_of, run, start, tiny_config, wait_until
 
 pytestmark = pytest.mark.mpi
@@ -139,29 +143,43 @@ def test_a_prompt_that_is_too_long_is_refused_and_replaced(tiny_dir, tmp_path):
     assert "prompt long0 has 16 tokens; 1 to 8 are allowed" in set(events[events.kind == "prompt_refused"].text)
 
 
-def test_wrong_world_size_is_named_at_once(tiny_dir, tmp_path):
-    import subprocess
-    import sys
-    from pathlib import Path
+def rank_command(config: dict) -> list[str]:
+    """What the launcher would start, on a fresh run directory."""
+    resolved = Config.model_validate(config).resolved()
+    run_dir = RunDir.next_attempt(Path(config["run_dir"]))
+    run_dir.config.write_text(resolved.to_yaml())
+    return [sys.executable, "-m", "areal_hpc.rank", "--run-dir", str(run_dir.root), "--attempt", "1"]
 
-    from areal_hpc.config import Config
-    from areal_hpc.rundir import RunDir
 
-    config = Config.model_validate(tiny_config(tiny_dir, tmp_path / "run")).resolved()
-    run_dir = RunDir.next_attempt(tmp_path / "run")
-    run_dir.config.write_text(config.to_yaml())
-    rank = [sys.executable, "-m", "areal_hpc.rank", "--run-dir", str(run_dir.root), "--attempt", "1"]
-    mpiexec = str(Path(sys.executable).parent / "mpiexec")
-    alone = subprocess.run(rank, capture_output=True, text=True, timeout=30)
-    assert alone.returncode == Exit.PREFLIGHT
-    assert "the MPI world has 1 ranks but the configuration needs 3 (each process is alone" in alone.stderr
-    two = subprocess.run([mpiexec, "-n", "2", *rank], capture_output=True, text=True, timeout=30)
-    assert two.returncode == Exit.PREFLIGHT and "has 2 ranks but the configuration needs 3" in two.stderr
-    swapped = subprocess.run(
-        [mpiexec, "-n", "2", *rank, "--component", "rollout", ":", "-n", "1", *rank, "--component", "trainer"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert swapped.returncode == Exit.PREFLIGHT
-    assert "was started in component rollout but is a" in swapped.stderr
+def outcome(*command: str) -> tuple[int, str]:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stderr + done.stdout
+
+
+MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
+
+
+def test_a_world_of_the_wrong_size_is_named_at_once(tiny_dir, tmp_path):
+    rank = rank_command(tiny_config(tiny_dir, tmp_path / "run"))
+    code, text = outcome(*rank)
+    assert code == Exit.PREFLIGHT
+    assert "the MPI world has 1 ranks but the configuration needs 3 (each process is alone" in text
+    code, text = outcome(MPIEXEC, "-n", "2", *rank)
+    assert code == Exit.PREFLIGHT and "has 2 ranks but the configuration needs 3" in text
+
+
+def test_swapped_components_are_named(tiny_dir, tmp_path):
+    rank = rank_command(tiny_config(tiny_dir, tmp_path / "run"))
+    trainer, rollout = ["--component", "trainer"], ["--component", "rollout"]
+    code, text = outcome(MPIEXEC, "-n", "2", *rank, *rollout, ":", "-n", "1", *rank, *trainer)
+    assert code == Exit.PREFLIGHT
+    assert "was started in component rollout but is a" in text
+
+
+def test_ranks_with_different_configurations_do_not_start(tiny_dir, tmp_path):
+    ours = rank_command(tiny_config(tiny_dir, tmp_path / "ours"))
+    theirs = rank_command(tiny_config(tiny_dir, tmp_path / "theirs", seed=99))
+    code, _ = outcome(MPIEXEC, "-n", "2", *ours, ":", "-n", "1", *theirs)
+    assert code == Exit.PREFLIGHT
+    why = read_json(tmp_path / "ours" / "status.json")["why_ended"]
+    assert "rank 2 on" in why and "does not belong to this run: configuration is" in why

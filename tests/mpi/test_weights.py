@@ -3,6 +3,7 @@
 No MPI here: all that weights and process_group need from MPI is the store's port.
 """
 
+import json
 import multiprocessing
 import signal
 import time
@@ -10,6 +11,7 @@ import time
 import pytest
 import weight_ranks
 
+from areal_hpc.bench import weights as bench
 from areal_hpc.process_group import GroupError, ProcessGroups, open_store, store_port
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -80,3 +82,10 @@ def test_contradicting_arguments(rank: int, trainer_ranks: list[int], text: str)
         ProcessGroups(
             store, backend="gloo", rank=rank, size=2, trainer_ranks=trainer_ranks, generation=1, timeout_s=1.0
         )
+
+
+def test_bench_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[str]):
+    assert bench.main(["--mib", "2", "--repeats", "2", "--receivers", "1"]) == 0
+    line = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert (line["bench"], line["unit"], line["repeats"]) == ("weights", "MB/s", 2)
+    assert line["ratio"] == pytest.approx(line["ours"] / line["reference"])

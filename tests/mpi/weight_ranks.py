@@ -68,10 +68,6 @@ def receive(receiver: WeightReceiver, version: int) -> ReadyWeights:
     return finish(receiver)
 
 
-def signal_ready(store: Store, rank: int) -> None:
-    store.set(f"ready/{rank}", "")
-
-
 def await_ready(store: Store, ranks: list[int]) -> None:
     store.wait([f"ready/{rank}" for rank in ranks])
 
@@ -100,7 +96,7 @@ def several_versions(rank: int, size: int, store: Store) -> None:
         with pytest.raises(WeightError, match="version 0 is still arriving, cannot begin version 1"):
             receiver.begin(1)
         assert [receiver.poll() for _ in range(100)] == [None] * 100  # returns although nothing was sent yet
-        signal_ready(store, rank)
+        store.set(f"ready/{rank}", "")
         assert differing(finish(receiver).tensors, model(0)) == []
         for version in range(1, 4):
             ready = receive(receiver, version)
@@ -126,7 +122,7 @@ def late_receivers(rank: int, size: int, store: Store) -> None:
     else:
         receiver = WeightReceiver(group, PLAN)
         time.sleep(0.5)
-        signal_ready(store, rank)
+        store.set(f"ready/{rank}", "")
         assert differing(receive(receiver, 1).tensors, model(1)) == []
         time.sleep(0.2)
         assert differing(receive(receiver, 2).tensors, model(2)) == []
@@ -249,7 +245,7 @@ class DiesHalfway(ProcessGroups):
 
 def torn(rank: int, size: int, store: Store) -> None:
     """Receivers of half an update raise in time and still hold the complete set of before; then they go on alone."""
-    group = groups(rank, size, store, kind=DiesHalfway if rank == 0 else ProcessGroups, timeout_s=5.0)
+    group = groups(rank, size, store, kind=DiesHalfway if rank == 0 else ProcessGroups)
     if rank == 0:
         sender = WeightSender(group, PLAN)
         sender.publish(1, model(1))
@@ -257,13 +253,11 @@ def torn(rank: int, size: int, store: Store) -> None:
         raise AssertionError("should be dead")
     receiver = WeightReceiver(group, PLAN)
     held = {name: tensor.clone() for name, tensor in receive(receiver, 1).tensors.items()}  # as an engine loads them
-    started_s = time.monotonic()
-    receiver.begin(2)
     with pytest.raises(
-        WeightError, match=rf"rank {rank}, version 2: {NUM_BUCKETS // 2} of {NUM_BUCKETS} buckets after \d"
-    ):
-        finish(receiver)
-    assert time.monotonic() - started_s < 5.0 + 2.0
+        WeightError, match=rf"rank {rank}, version 2: (\d+) of {NUM_BUCKETS} buckets after \d"
+    ) as caught:
+        receive(receiver, 2)
+    assert caught.value.code is Exit.FAILED  # not DEADLINE: a closed connection is noticed at once
     assert differing(held, model(1)) == []
     with pytest.raises(WeightError, match="version 3 not possible after: .*rebuild the groups"):
         receiver.begin(3)
@@ -298,7 +292,7 @@ def lost_receiver(rank: int, size: int, store: Store) -> None:
     else:
         receiver = WeightReceiver(group, PLAN)
         receiver.begin(1)
-        signal_ready(store, 1)
+        store.set("ready/1", "")
         with pytest.raises(WeightError, match=rf"rank 1, version 1: \d+ of {NUM_BUCKETS} buckets after \d") as caught:
             finish(receiver)
         group.close(abort=True)
@@ -321,18 +315,21 @@ def silent_sender(rank: int, size: int, store: Store) -> None:
         return
     receiver = WeightReceiver(group, PLAN)
     with pytest.raises(
-        WeightError, match=rf"rank {rank}, version 7: 0 of {NUM_BUCKETS} buckets after 1\.\d s"
+        WeightError, match=rf"rank {rank}, version 7: 0 of {NUM_BUCKETS} buckets after \d+\.\d s"
     ) as caught:
         receive(receiver, 7)
     assert caught.value.code is Exit.DEADLINE
-    signal_ready(store, rank)
+    store.set(f"ready/{rank}", "")
 
 
 class Slow(ProcessGroups):
-    """Every part takes a moment: none is late by itself."""
+    """Each of the first parts takes a moment; none is late by itself."""
+
+    num_parts = 0
 
     def broadcast(self, tensor: torch.Tensor, root: int, *, label: str, async_op: bool = True) -> Transfer:
-        time.sleep(0.2)
+        self.num_parts += 1
+        time.sleep(0.25 if self.num_parts < 8 else 0.0)
         return super().broadcast(tensor, root, label=label, async_op=async_op)
 
 
@@ -346,7 +343,9 @@ def slow_sender(rank: int, size: int, store: Store) -> None:
             sender.wait()
         return
     receiver = WeightReceiver(group, PLAN)
-    with pytest.raises(WeightError, match=rf"version 1: [1-9] of {NUM_BUCKETS} buckets after 1\.\d s.*at the deadline"):
+    with pytest.raises(
+        WeightError, match=rf"version 1: [1-9] of {NUM_BUCKETS} buckets after \d+\.\d s.*at the deadline"
+    ):
         receive(receiver, 1)
 
 
@@ -356,10 +355,10 @@ def absent_receivers(rank: int, size: int, store: Store) -> None:
     if rank == 0:
         sender = WeightSender(group, PLAN)
         sender.publish(1, model(1))
-        with pytest.raises(WeightError, match=rf"version 1: 0 of {NUM_BUCKETS} buckets after \d\.\d s") as caught:
+        with pytest.raises(WeightError, match=rf"version 1: 0 of {NUM_BUCKETS} buckets after \d+\.\d s") as caught:
             sender.publish(2, model(2))
         assert caught.value.code is Exit.DEADLINE
-        signal_ready(store, 0)
+        store.set("ready/0", "")
     else:
         WeightReceiver(group, PLAN)
         await_ready(store, [0])
@@ -369,11 +368,11 @@ def late_trainer(rank: int, size: int, store: Store) -> None:
     """A trainer rank that does not join an all-reduce is noticed by the other at the deadline."""
     group = groups(rank, size, store, trainer_ranks=[0, 1], timeout_s=1.0)
     if rank == 0:
-        text = r"rank 0: all_reduce_max of 3 x torch.float32 over trainer ranks \[0, 1\] failed after 1\.\d s"
+        text = r"rank 0: all_reduce_max of 3 x torch.float32 over trainer ranks \[0, 1\] failed after \d+\.\d s"
         with pytest.raises(GroupError, match=text) as caught:
             group.all_reduce_max(torch.ones(3))
         assert caught.value.code is Exit.DEADLINE
-        signal_ready(store, 0)
+        store.set("ready/0", "")
     else:
         await_ready(store, [0])
 
@@ -399,5 +398,3 @@ def run_rank(scenario: str, rank: int, size: int, port: int) -> None:
     except BaseException:
         store.set(f"failure/{rank}", traceback.format_exc())
         raise SystemExit(1) from None
-    finally:
-        store.set(f"done/{rank}", "")

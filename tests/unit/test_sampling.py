@@ -59,6 +59,13 @@ def test_temperature_shapes_both_the_draw_and_the_logprob() -> None:
     assert logprobs == pytest.approx([math.log(0.64 / 0.68), math.log(0.04 / 0.68)], abs=1e-6)
 
 
+def test_large_vocabularies_keep_their_exact_borders() -> None:
+    """100003 equal tokens: the middle of cell i is token i; sums in fp32 would drift by several cells."""
+    size = 100003
+    cells = np.linspace(0, size - 1, 50).astype(int)
+    assert draw([0.5] * size, ((cells + 0.5) / size).tolist())[0] == cells.tolist()
+
+
 def test_zero_probability_is_never_drawn() -> None:
     assert draw([-INF, 0.0, -INF, 0.0, -INF], [0.0, 0.49, 0.51, LARGEST])[0] == [1, 1, 3, 3]
     tokens, logprobs = draw([-INF, -INF, 3.0, -INF], [0.0, 0.5, LARGEST])
