@@ -250,19 +250,19 @@ class Codec:
         most_arrays = max(len(kind.ARRAYS) for kind in types)
         self.max_frame_bytes = ENVELOPE.size + MAX_HEADER_BYTES + inline_bytes + most_arrays * TRAILER_DTYPE.itemsize
 
-
     def encode(
         self, message: Message, arrays: Arrays | None = None, *, source: int, sequence: int, attempt: int
     ) -> Frame:
         """Frame of `message` and the arrays its type declares.
 
-        Contiguous arrays are referenced, not copied. Raises CodecError when the type is unknown, a field has the wrong
-        type, or the arrays differ from `ARRAYS` in name or dtype.
+        C-contiguous arrays are referenced, others copied. Raises CodecError when the type is unknown, a field has the
+        wrong type, or the arrays differ from `ARRAYS` in name or dtype.
         """
-        contiguous = self._contiguous(message, arrays or {})
-        specs = [ArraySpec(name, dtype, contiguous[name].shape) for name, dtype in self._declared[type(message)]]
+        arrays = arrays or {}
+        self._check_arrays(message, arrays)
+        specs = [ArraySpec(name, dtype, arrays[name].shape) for name, dtype in self._declared[type(message)]]
         header = self._pack(message, specs)
-        buffers = [array.reshape(-1).view(np.uint8).data for array in contiguous.values()]
+        buffers = [arrays[spec.name].reshape(-1).view(np.uint8).data for spec in specs]
         payload_bytes = sum(len(buffer) for buffer in buffers)
         chunk_bytes = 0 if payload_bytes <= self._inline_bytes else self._chunk_bytes
         unsealed = Envelope(MAGIC, PROTOCOL, attempt, source, sequence, len(header), chunk_bytes, payload_bytes, 0)
@@ -313,7 +313,7 @@ class Codec:
             end += len(chunk)
         return payload.finish(view[end:])
 
-    def _contiguous(self, message: Message, arrays: Arrays) -> dict[str, NDArray[Any]]:
+    def _check_arrays(self, message: Message, arrays: Arrays) -> None:
         kind = type(message)
         if kind not in self._declared:
             known = ", ".join(other.__name__ for other in self._declared)
@@ -323,7 +323,6 @@ class Codec:
         for name, dtype in kind.ARRAYS.items():
             if arrays[name].dtype != np.dtype(dtype):
                 raise CodecError(f"{kind.__name__}.{name}: dtype {arrays[name].dtype}, declared {dtype}")
-        return {name: np.asarray(arrays[name], order="C") for name in kind.ARRAYS}
 
     def _pack(self, message: Message, specs: Sequence[ArraySpec]) -> bytes:
         try:

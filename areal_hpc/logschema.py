@@ -119,7 +119,7 @@ class Column:
             raise ValueError(f"column '{self.name}' ({self.dtype}): {error}") from error
         if stored.ndim != 1:
             raise ValueError(f"column '{self.name}' takes a 1-D sequence, got shape {stored.shape}")
-        if "f" not in self.dtype and not (stored == array).all():
+        if "f" not in self.dtype and stored.dtype != array.dtype and not (stored == array).all():
             wrong = array[stored != array][0]
             raise ValueError(f"column '{self.name}' ({self.dtype}) cannot hold the value {wrong!r}")
         return stored

@@ -23,9 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils.logging import disable_progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+disable_progress_bar()  # one per rank would tear a batch log apart
 
 KERNELS = ("sdpa", "varlen")
 _PREFIX = "areal_hpc_"

@@ -17,6 +17,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_hpc.logschema import TOKEN_INDEX
 from areal_hpc.runlog_writer import RunLogError, RunLogWriter
 
 if TYPE_CHECKING:
@@ -76,9 +77,12 @@ class RunLog:
 
     @property
     def problems(self) -> list[str]:
-        """What cannot be read, one sentence each; reads every table."""
+        """What cannot be read, one sentence each; reads every table, of logged tokens only the index."""
         for name in self._names:
-            self._table(name)
+            if name in ("sequence_tokens", "response_tokens"):
+                self._intact(name)
+            else:
+                self._table(name)
         return list(self._problems)
 
     @property
@@ -119,6 +123,8 @@ class RunLog:
         if "token_index" not in self._names:
             raise RunLogError(f"{self.path} holds no tokens: the run was made with log.tokens = false")
         index = self._table("token_index")
+        if len(index.columns) < len(TOKEN_INDEX.columns):
+            raise RunLogError(f"{self.path}: the index of logged tokens is damaged: {list(self._problems)}")
         found = index[(index["group_id"] == group_id) & (index["sample"] == sample)]
         if found.empty:
             raise KeyError(f"no tokens of trajectory {group_id}/{sample} in {self.path}")
@@ -131,7 +137,16 @@ class RunLog:
         return arrays
 
     def summary(self) -> dict[str, Any]:
-        """What the run has done so far, in a dozen numbers: counts, tokens/s, rewards, lags."""
+        """What the run has done so far, in a dozen numbers: counts, tokens/s, rewards, lags.
+
+        Raises RunLogError if a column it needs is damaged.
+        """
+        try:
+            return self._summary()
+        except KeyError as error:
+            raise RunLogError(f"{self.path}: no summary without column {error}: {self.problems}") from error
+
+    def _summary(self) -> dict[str, Any]:
         steps, samples = self.steps, self.trajectories
         last = steps.iloc[-1] if len(steps) else None
         head_lags = samples["head_lag"][samples["fate"] == "consumed"]
@@ -167,17 +182,16 @@ class RunLog:
             self._frames[name] = self._read(name)
         return self._frames[name].copy()
 
-    def _read(self, table: str) -> DataFrame:
-        from pandas import DataFrame  # here, so that the controller, which only writes, does not load pandas
-
+    def _intact(self, table: str) -> tuple[dict[str, h5py.Dataset], int]:
+        """The columns that can be opened, and for how many rows all of them are there."""
+        columns: dict[str, h5py.Dataset] = {}
         wanted = num_rows = self._rows.get(table, 0)
+        size = self._size()
         try:
             names = list(self._file[table])
         except HDF5_ERRORS as error:
             self._problem(f"table {table} cannot be read: {error}")
-            return DataFrame()
-        columns: dict[str, h5py.Dataset] = {}
-        size = self._size()
+            return columns, 0
         for name in names:
             try:
                 columns[name] = self._column(table, name)
@@ -187,11 +201,12 @@ class RunLog:
                 self._problem(f"column {table}/{name} cannot be read: {error}")
         if num_rows < wanted:
             self._problem(f"table {table}: only {num_rows} of {wanted} rows are there; the file is cut at {size} bytes")
-        return self._decode(table, columns, num_rows)
+        return columns, num_rows
 
-    def _decode(self, table: str, columns: dict[str, h5py.Dataset], num_rows: int) -> DataFrame:
-        from pandas import DataFrame
+    def _read(self, table: str) -> DataFrame:
+        from pandas import DataFrame  # here, so that the controller, which only writes, does not load pandas
 
+        columns, num_rows = self._intact(table)
         values, units, docs = {}, {}, {}
         for name, dataset in columns.items():
             try:

@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_hpc import logschema
+from areal_hpc.exits import Exit, RunError
 from areal_hpc.logschema import Table
 from areal_hpc.trajectory import Trajectory
 
@@ -45,8 +46,11 @@ SPARE_BYTES = 8 * 2**20  # reserved beyond the rows; half of it is more than HDF
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class RunLogError(Exception):
+class RunLogError(RunError):
     """The log cannot be written or read; says where and what to do."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(Exit.DISK, reason)
 
 
 class RunLogWriter:
@@ -230,6 +234,7 @@ class _TableWriter:
         self.schema = schema
         self.waiting: list[dict[str, NDArray[Any]]] = []
         self._datasets: dict[str, h5py.h5d.DatasetID] = {}
+        self._types = {c.name: h5py.h5t.py_create(np.dtype(c.dtype)) for c in schema.columns}
         self._written = 0
         self._capacity = 0
 
@@ -272,7 +277,7 @@ class _TableWriter:
         space = h5py.h5s.create_simple((self._capacity,))
         space.select_hyperslab((self._written,), (count,))
         for name, dataset in self._datasets.items():
-            dataset.write(memory, space, np.concatenate([rows[name] for rows in self.waiting]))
+            dataset.write(memory, space, np.concatenate([rows[name] for rows in self.waiting]), self._types[name])
 
     def settle(self) -> None:
         """The waiting rows are in the file."""

@@ -28,7 +28,7 @@ CORRECT_REWARD, OTHER_REWARD = 5.0, -5.0
 
 _ANSWERS = range(1, 13)
 _WEIGHTS = [answer**-0.5 for answer in _ANSWERS]  # close enough to balanced that one constant answer does not pay
-_BOXED = re.compile(r"\\boxed\{([0-9]{1,9})\}\Z")
+_ENDING = re.compile(r"\\boxed\{([0-9]{1,9})\}\Z")
 
 
 class Problem(NamedTuple):
@@ -55,7 +55,7 @@ def reward(prompt: str, completion: str, metadata: dict[str, Any]) -> tuple[floa
     """
     if "answer" not in metadata:
         raise ValueError(f'the gcd task needs a field "answer" in every line of the data set, got {sorted(metadata)}')
-    boxed = _BOXED.search(completion)
+    boxed = _ENDING.search(completion)
     if boxed is None:
         return OTHER_REWARD, "unparsed"
     return (CORRECT_REWARD, "correct") if int(boxed[1]) == int(metadata["answer"]) else (OTHER_REWARD, "wrong")
@@ -70,15 +70,13 @@ def subtractions(a: int, b: int) -> Iterator[tuple[int, int, int]]:
 
 
 def demonstrate(problem: Problem, rng: random.Random, *, give_up: float = 0.0) -> str:
-    """A worked response. After each step but the last it gives up with probability `give_up` and boxes the smaller
-    number it has got to, which is then right by luck at best."""
+    """A worked response. After each step but the last it gives up with probability `give_up` and boxes a guess."""
     steps: list[str] = []
-    smaller = 0
     for larger, smaller, difference in subtractions(*problem):
-        if steps and rng.random() < give_up:
-            break
         steps.append(_step(larger, smaller, difference))
-    return "".join(steps) + f"{BOX}{smaller}}}"
+        if difference and rng.random() < give_up:
+            return "".join(steps) + _boxed(rng.choices(_ANSWERS, _WEIGHTS)[0])
+    return "".join(steps) + _boxed(problem.answer)
 
 
 def drill(rng: random.Random) -> tuple[str, str]:
@@ -88,6 +86,10 @@ def drill(rng: random.Random) -> tuple[str, str]:
     """
     problem = Problem(*rng.sample(range(2, LARGEST + 1), 2))
     return problem.prompt, "".join(_step(*step) for step in islice(subtractions(*problem), 2))
+
+
+def _boxed(number: int) -> str:
+    return f"{BOX}{number}}}"
 
 
 def _step(larger: int, smaller: int, difference: int) -> str:

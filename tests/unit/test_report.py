@@ -31,7 +31,7 @@ def test_ratio_is_of_medians_and_spread_is_of_pairs(capsys):
 
 @pytest.mark.parametrize(
     ("ours", "higher_is_better", "verdict"),
-    [(79.0, True, ">= 0.8: MISSED"), (81.0, True, ">= 0.8: met"), (81.0, False, "<= 0.8: MISSED"), (79.0, False, "met")],
+    [(79.0, True, ">= 0.8: MISSED"), (81.0, True, ">= 0.8: met"), (81.0, False, "<= 0.8: MISSED"), (9.0, False, "met")],
 )
 def test_the_goal_is_judged_in_the_right_direction(capsys, ours, higher_is_better, verdict):
     text, _ = printed(capsys, [ours], [100.0], goal=0.8, higher_is_better=higher_is_better)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
+from contextlib import suppress
 
 import h5py
 import numpy as np
@@ -394,6 +395,8 @@ def test_a_truncated_log_gives_a_true_prefix_and_names_the_rest(finished, tmp_pa
             warnings.simplefilter("always")
             problems = log.problems
         assert problems and len(warned) == len(problems)
+        with suppress(RunLogError):
+            assert log.summary()["problems"] == problems
         for table in TABLES:
             frame = getattr(log, table.name)
             readable += len(frame)
@@ -402,6 +405,27 @@ def test_a_truncated_log_gives_a_true_prefix_and_names_the_rest(finished, tmp_pa
                 assert all(frame[name].tolist() == list(expected[name]) for name in frame)
         assert cut.read_bytes() == data[:length]
     assert readable > 3000  # cuts behind the first chunks leave rows to read
+
+
+def test_tokens_of_a_truncated_log_are_true_or_refused(path, tmp_path):
+    written = [trajectory(g, 0, 100, 4000) for g in range(60)]
+    with RunLogWriter(path, attributes={}, tokens=True) as writer:
+        for t in written:
+            writer.tokens([t])
+            writer.flush()
+    data, cut = path.read_bytes(), tmp_path / "cut.h5"
+    cut.write_bytes(data[: len(data) * 2 // 3])
+    log, refused = RunLog(cut), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for t in written:
+            try:
+                np.testing.assert_array_equal(log.tokens(t.group_id, 0)["tokens"], t.tokens)
+            except RunLogError as error:
+                assert "cut off" in str(error)
+                refused.append(t.group_id)
+        assert any("sequence_tokens" in problem for problem in log.problems)
+    assert refused and refused == list(range(refused[0], 60)) and refused[0] > 0
 
 
 def test_bytes_overwritten_at_random_do_no_more_harm_than_a_message(finished, tmp_path):

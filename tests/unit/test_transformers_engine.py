@@ -212,6 +212,29 @@ def test_groups_share_the_prefill_of_their_prompt(monkeypatch: pytest.MonkeyPatc
     assert largest_error(completions, requests, {0: tiny_model("qwen2")}) < 1e-5
 
 
+def test_a_prompt_of_another_text_in_the_same_group_is_not_shared() -> None:
+    engine, requests = engine_of(), [request(2), Request((2, 1), request(3).prompt, 20, seed=1)]
+    engine.submit(requests)
+    assert largest_error(run(engine), requests, {0: tiny_model("qwen2")}) < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_starting_beside_an_interrupted_sibling_changes_nothing(family: str) -> None:
+    lengths = range(20, 36)
+    siblings = [request(g, 0, prompt_len=n, budget=40) for g, n in enumerate(lengths)]
+    late = [request(g, 1, prompt_len=n, budget=3) for g, n in enumerate(lengths)]
+    outcomes = []
+    for first in (siblings, []):
+        engine = engine_of(family, num_slots=2 * len(lengths), prefill_tokens=4096)
+        engine.submit(first)
+        run(engine, 9)
+        engine.load_weights(1, weights_of(family, 1))
+        engine.submit(late)
+        outcomes.append(by_key(run(engine)))
+    for each in late:
+        assert np.array_equal(outcomes[0][each.key].logprobs, outcomes[1][each.key].logprobs), each.key
+
+
 def test_freed_slots_are_filled_at_once() -> None:
     engine, requests = engine_of(num_slots=4), mixed_requests(8, 4)
     engine.submit(requests)
@@ -247,6 +270,14 @@ def test_min_version_holds_a_request_back_but_nobody_behind_it() -> None:
     done = by_key(completions + run(engine))
     assert {key[0]: int(c.versions[0]) for key, c in done.items()} == {0: 2, 1: 1, 2: 0, 3: 1}
     assert done[1, 0].started_s <= done[3, 0].started_s < done[0, 0].started_s
+
+
+def test_held_back_requests_keep_their_place() -> None:
+    engine = engine_of(num_slots=1)
+    engine.submit([request(g, budget=3, min_version=1 if g < 2 else 0) for g in range(4)])
+    completions = run(engine, 2)
+    engine.load_weights(1, weights_of("qwen2", 1))
+    assert [c.key[0] for c in completions + run(engine)] == [2, 0, 1, 3]
 
 
 def test_only_gated_requests_is_an_idle_step() -> None:
@@ -323,6 +354,12 @@ def test_started_and_finished_are_in_order() -> None:
     starts = [done[g, 0].started_s for g in range(4)]
     assert begin <= starts[0] == starts[1] < done[0, 0].finished_s <= starts[2] < done[2, 0].finished_s <= starts[3]
     assert done[1, 0].finished_s == done[3, 0].finished_s <= time.monotonic()
+
+
+def test_samples_that_end_together_come_oldest_first() -> None:
+    engine = engine_of(num_slots=3)
+    engine.submit([request(g, budget=budget) for g, budget in enumerate([2, 6, 6, 9])])
+    assert [c.key[0] for c in run(engine)] == [0, 1, 2, 3]  # when 0 ended, 2 moved into its row, in front of 1
 
 
 def test_without_interruption_running_samples_end_on_the_old_weights() -> None:
