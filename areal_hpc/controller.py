@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from areal_hpc import controller_state as state_machine
+from areal_hpc.activity import ActivityRecorder
 from areal_hpc.bookkeeping import BatchRecord, GroupRecord, group_rows
 from areal_hpc.comm import Received, World
 from areal_hpc.config import Config
@@ -49,6 +50,7 @@ from areal_hpc.messages import (
 )
 from areal_hpc.preflight import RunClock, role_of, rollout_ranks, trainer_ranks
 from areal_hpc.progress import Progress
+from areal_hpc.reporting import interval_arrays
 from areal_hpc.runlog_writer import RunLogWriter
 from areal_hpc.shipment import split
 from areal_hpc.waiting import Backoff
@@ -104,6 +106,7 @@ class Controller:
         self.state = ControllerState(rules_of(config, source.num_total))
         self.groups: dict[int, GroupRecord] = {}
         self.batches: dict[int, BatchRecord] = {}
+        self.activity = ActivityRecorder(clock.now)
         self.evaluation: Evaluation | None = None
         self.not_ready = set(range(1, world.size))
         self.why_finished: str | None = None
@@ -200,15 +203,16 @@ class Controller:
         """Plan the batch, tell the trainers what it holds and the rollout ranks where to send it."""
         fault("controller.compose", self.world.rank)
         settings = self.config.trainer
-        batch = BatchRecord.compose(
-            step,
-            [self.groups[group_id] for group_id in group_ids],
-            self.clock.now(),
-            capacity=settings.micro_batch_tokens,
-            trainers=self.trainers,
-            minibatches=settings.minibatches,
-            seed=self.config.seed,
-        )
+        with self.activity("schedule"):
+            batch = BatchRecord.compose(
+                step,
+                [self.groups[group_id] for group_id in group_ids],
+                self.clock.now(),
+                capacity=settings.micro_batch_tokens,
+                trainers=self.trainers,
+                minibatches=settings.minibatches,
+                seed=self.config.seed,
+            )
         self.batches[step] = batch
         table = {name: getattr(batch, name) for name in TrainBatch.ARRAYS}
         for position, trainer in enumerate(self.trainers):
@@ -267,7 +271,7 @@ class Controller:
             case WeightsLoaded() as loaded:
                 self.weights_loaded(loaded, source)
             case ActivityReport():
-                self.log.activity(dict(arrays) | {"rank": np.full(len(arrays["kind"]), source, np.int32)})
+                self.log_activity(arrays, source)
             case Event(kind, text):
                 self.event(kind, text, source)
             case ModelSaved(path, seconds):
@@ -346,7 +350,12 @@ class Controller:
         self.log.event(self.clock.now(), kind, text, rank)
 
     def flush(self) -> None:
-        self.log_s += self.log.flush()
+        self.log_activity(interval_arrays(self.activity.drain()), self.world.rank)
+        with self.activity("log"):
+            self.log_s += self.log.flush()
+
+    def log_activity(self, intervals: dict[str, np.ndarray], rank: int) -> None:
+        self.log.activity(intervals | {"rank": np.full(len(intervals["kind"]), rank, np.int32)})
 
     def wait_for_progress(self, done: Callable[[], bool], waiting_for: Callable[[], str]) -> None:
         """Wait as long as steps keep finishing; `deadlines.step_s` without one ends the run."""

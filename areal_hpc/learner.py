@@ -6,8 +6,8 @@ buffer, so that a rank whose micro-batch is empty joins the same all-reduce as t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,6 +20,7 @@ from areal_hpc.config import TrainerConfig
 from areal_hpc.losses import LossConfig, LossStats, policy_loss
 from areal_hpc.models import packed_logprobs
 from areal_hpc.trajectory import Trajectory
+from areal_hpc.waiting import Stopwatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,12 +61,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step did. `skipped`: loss or gradient norm was not finite on some rank; weights are as before."""
+    """What a step did. `skipped`: loss or gradient norm was not finite on some rank; weights are as before.
+
+    `phases`: proximal_s, update_s and their total_s.
+    """
 
     skipped: bool
     stats: dict[str, float]
-    proximal_s: float
-    update_s: float
+    phases: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ class Learner:
         temperature: that of sampling; log-probs are of the distribution at this temperature (trap: w is wrong otherwise).
         reducer: collectives over the trainer ranks.
         between: called between micro-batches, so that messages move on while the batch is being trained.
+        activity: entered with "train_proximal" and "train_update" around these two parts of a step.
     """
 
     def __init__(
@@ -97,12 +101,14 @@ class Learner:
         temperature: float,
         reducer: Reducer | None = None,
         between: Callable[[], None] = lambda: None,
+        activity: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.model = model.eval()
         self.config = config
         self.temperature = temperature
         self.reducer = reducer or OneRank()
         self.between = between
+        self.activity = activity
         self.loss_config = loss_config(config)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.gradient = flat_gradient(self.parameters)
@@ -123,22 +129,37 @@ class Learner:
         With a single minibatch the proximal policy is the current one at its only update, bit for bit, so the extra
         forward pass is left out. With several, a minibatch that is not finite takes the whole batch back.
         """
-        started = time.monotonic()
+        watch = Stopwatch()
         packed = [[pack(batch, micro) for micro in minibatch] for minibatch in batch.micro_batches]
-        proximal = self._proximal(packed) if len(packed) > 1 and self.config.objective.kind == "decoupled" else None
-        proximal_s = time.monotonic() - started
-        before = self._snapshot() if len(packed) > 1 else None
-        stats = LossStats.empty()
-        figures: dict[str, float] = {}
-        for number, (minibatch, num_tokens) in enumerate(zip(packed, batch.minibatch_tokens, strict=True)):
-            part = self._accumulate(minibatch, proximal[number] if proximal else None, num_tokens)
-            stats = stats.merge(part)
+        proximal, before = None, None
+        if len(packed) > 1:
+            before = self._snapshot()
+            if self.config.objective.kind == "decoupled":
+                with self.activity("train_proximal"):
+                    proximal = self._proximal(packed)
+        watch.lap("proximal_s")
+        with self.activity("train_update"):
+            figures = self._minibatches(packed, proximal, batch.minibatch_tokens)
+        skipped = "loss" not in figures
+        if skipped:
+            self._restore(before)
+        watch.lap("update_s")
+        return StepResult(skipped, figures, watch.finish())
+
+    def _minibatches(
+        self, packed: list[list[Packed | None]], proximal: list[list[Tensor | None]] | None, num_tokens: Sequence[int]
+    ) -> dict[str, float]:
+        """One optimizer step each; stops without a `loss` at the first that is not finite."""
+        stats, grad_norms, lr = LossStats.empty(), [], 0.0
+        for number, minibatch in enumerate(packed):
+            part = self._accumulate(minibatch, proximal[number] if proximal else None, num_tokens[number])
             grad_norm = self._reduce_gradient()
+            grad_norms.append(float(grad_norm))
             if not self._all_finite(part, grad_norm):
-                self._restore(before)
-                return StepResult(True, {"grad_norm": float(grad_norm)}, proximal_s, time.monotonic() - started - proximal_s)
-            figures = {"grad_norm": max(figures.get("grad_norm", 0.0), float(grad_norm)), "lr": self._update(grad_norm)}
-        return StepResult(False, stats.finish() | figures, proximal_s, time.monotonic() - started - proximal_s)
+                return {"grad_norm": grad_norms[-1]}
+            stats = stats.merge(part)
+            lr = self._update(grad_norm)
+        return stats.finish() | {"grad_norm": max(grad_norms), "lr": lr}
 
     def _proximal(self, packed: list[list[Packed | None]]) -> list[list[Tensor | None]]:
         with torch.no_grad():

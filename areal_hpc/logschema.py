@@ -76,15 +76,13 @@ class Activity(Code):
     GENERATE = 2
     SWAP = 3
     SHIP = 4
-    EVALUATE = 5
-    WAIT_BATCH = 6
-    RECEIVE = 7
-    TRAIN_PROXIMAL = 8
-    TRAIN_UPDATE = 9
-    PUBLISH = 10
-    CHECKPOINT = 11
-    SCHEDULE = 12
-    LOG = 13
+    WAIT_BATCH = 5
+    RECEIVE = 6
+    TRAIN_PROXIMAL = 7
+    TRAIN_UPDATE = 8
+    PUBLISH = 9
+    SCHEDULE = 10
+    LOG = 11
 
 
 @dataclass(frozen=True, slots=True)

@@ -278,7 +278,7 @@ def packed_logprobs(
     Raises:
         ValueError: borders or prompt lengths contradict the tokens, or temperature is not positive.
     """
-    borders, prompts = [int(x) for x in cu_seqlens], [int(x) for x in prompt_lens]
+    borders, prompts = cu_seqlens.tolist(), torch.as_tensor(prompt_lens).tolist()  # one copy each, also from a GPU
     lengths = [end - start for start, end in pairwise(borders)]
     if not lengths or borders[0] != 0 or borders[-1] != len(tokens) or len(prompts) != len(lengths):
         raise ValueError(f"cu_seqlens {borders} and {len(prompts)} prompt lengths do not describe {len(tokens)} tokens")

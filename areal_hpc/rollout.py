@@ -208,7 +208,8 @@ class Rollout:
             case AdmitGroup() as header:
                 self.admit(header)
             case ShipSamples() as header:
-                self.ship(header, arrays["group_id"], arrays["sample"], arrays["trainer"])
+                with self.reporter.activity("ship"):
+                    self.ship(header, arrays["group_id"], arrays["sample"], arrays["trainer"])
             case DropGroups():
                 self.drop(arrays["group_id"].tolist())
             case LoadWeights(version):

@@ -59,7 +59,12 @@ class Trainer:
         self.tokenizer = load_tokenizer(config.model.path)
         self.model = load_model(config.model.path, dtype=config.model.dtype)
         self.learner = Learner(
-            self.model, config.trainer, config.rollout.temperature, reducer=groups, between=self.handle_messages
+            self.model,
+            config.trainer,
+            config.rollout.temperature,
+            reducer=groups,
+            between=self.handle_messages,
+            activity=self.reporter.activity,
         )
         self.sender: WeightSender | None = None
         if world.rank == trainer_ranks(config)[0]:
@@ -79,6 +84,7 @@ class Trainer:
         """
         self.publish()
         self.world.send(CONTROLLER, Ready())
+        self.reporter.activity.switch("idle")
         watch = Stopwatch()
         for batch in self.batches():
             watch.lap("wait_s")
@@ -127,10 +133,7 @@ class Trainer:
             group_norm=settings.group_norm,
             batch_norm=settings.batch_norm,
         )
-        with self.reporter.activity("train_update"):
-            return self.learner.train(
-                Batch(trajectories, values, batch.header.micro_batches, batch.header.minibatch_tokens)
-            )
+        return self.learner.train(Batch(trajectories, values, batch.header.micro_batches, batch.header.minibatch_tokens))
 
     # ------------------------------------------------------------------------------------------ weights, files
     def publish(self) -> None:
@@ -172,7 +175,8 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------ messages
     def report(self, step: int, result: StepResult, phases: dict[str, float]) -> None:
         if self.sender is not None:
-            phases |= {"proximal_s": result.proximal_s, "update_s": phases["update_s"] - result.proximal_s}
+            phases["proximal_s"] = result.phases["proximal_s"]
+            phases["update_s"] -= phases["proximal_s"]
             self.world.send(CONTROLLER, StepFinished(step, self.version, result.skipped, result.stats, phases))
 
     def wait_for(self, arrived: Callable[[], bool], activity: str, timeout_s: float, what: str) -> None:

@@ -35,6 +35,7 @@ class Block(Message):
 
 TYPES = (Note, Mixed, Block)
 CHUNKED = Codec(TYPES, inline_bytes=1024, chunk_bytes=4096)  # the path of large payloads, quickly
+LARGE_CHUNKS = Codec(TYPES, chunk_bytes=500_000)  # too large for MPI to take without a matching receive
 
 
 def ring() -> None:
@@ -96,7 +97,7 @@ def deadline() -> None:
 
 def nobody_takes() -> None:
     """A large message to a busy rank: `send` returns, `flush` gives up at its deadline, later everything arrives."""
-    with World(CHUNKED, attempt=1) as world:
+    with World(LARGE_CHUNKS, attempt=1) as world:
         if world.rank == 0:
             world.send(1, Block(5), {"data": np.full(4_000_000, 7, np.uint8)})
             try:
@@ -112,7 +113,7 @@ def nobody_takes() -> None:
 
 def held() -> None:
     """A receiver that only makes progress takes payloads up to its limit; the rest waits at the sender."""
-    with World(CHUNKED, attempt=1, held_bytes=3_000_000) as world:
+    with World(LARGE_CHUNKS, attempt=1, held_bytes=3_000_000) as world:
         if world.rank == 0:
             for number in range(5):
                 world.send(1, Block(number), {"data": np.full(1_000_000, number, np.uint8)})

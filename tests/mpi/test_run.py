@@ -125,7 +125,7 @@ def test_replay_of_the_log_proves_the_staleness_bound(asynchronous):
 
 def test_the_log_tells_what_every_rank_did(asynchronous):
     log = asynchronous[1].log()
-    assert set(log.activity["rank"]) == {1, 2, 3}
+    assert set(log.activity["rank"]) == {0, 1, 2, 3}
     for _, intervals in log.activity.groupby("rank"):
         assert (intervals.stop_s.to_numpy()[:-1] <= intervals.start_s.to_numpy()[1:] + 1e-9).all()
     assert sorted(log.weight_updates.version) == list(range(9))

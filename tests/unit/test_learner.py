@@ -60,7 +60,7 @@ def test_with_one_minibatch_the_left_out_forward_pass_changes_nothing(tiny_dir):
 def test_the_second_minibatch_moves_away_from_the_proximal_policy(tiny_dir):
     result = learner(tiny_dir).train(batch(HALVES))
     assert result.stats["u_max"] > 1.001
-    assert result.proximal_s > 0
+    assert result.phases["proximal_s"] > 0
 
 
 def test_splitting_into_micro_batches_does_not_change_the_update(tiny_dir):
