@@ -58,7 +58,15 @@ class BatchRecord:
 
     @classmethod
     def compose(
-        cls, step: int, groups: Sequence[GroupRecord], now_s: float, *, capacity: int, trainers: Sequence[int], minibatches: int, seed: int
+        cls,
+        step: int,
+        groups: Sequence[GroupRecord],
+        now_s: float,
+        *,
+        capacity: int,
+        trainers: Sequence[int],
+        minibatches: int,
+        seed: int,
     ) -> BatchRecord:
         """Lay out the usable samples of `groups` and plan their micro-batches over the trainer ranks."""
         usable = [np.flatnonzero(g.usable) for g in groups]
@@ -111,12 +119,15 @@ class BatchRecord:
             "num_sequences": len(self.sample),
             "num_micro_batches": count,
             "packing_bound": sum(self.plan.lower_bounds),
-            "packing_waste": 1.0 - float(self.num_prompt.sum() + self.num_response.sum()) / (count * self.plan.capacity),
+            "packing_waste": 1.0
+            - float(self.num_prompt.sum() + self.num_response.sum()) / (count * self.plan.capacity),
         }
 
     def rows(self, version_before: int, fate: Fate) -> dict[str, NDArray]:
         """Rows of the trajectory table for all samples of the batch; unusable samples are `excluded`."""
-        trainer_of = dict(zip(zip(self.group_id.tolist(), self.sample.tolist(), strict=True), self.trainer.tolist(), strict=True))
+        trainer_of = dict(
+            zip(zip(self.group_id.tolist(), self.sample.tolist(), strict=True), self.trainer.tolist(), strict=True)
+        )
         parts = []
         for group in self.groups:
             rows = group_rows(group, fate)
@@ -125,13 +136,15 @@ class BatchRecord:
             rows["tail_lag"] = lag(version_before, rows["last_version"])
             rows["consume_s"] = np.full(len(rows["sample"]), self.composed_s)
             rows["consumed_step"] = np.full(len(rows["sample"]), self.step, np.int32)
-            rows["trainer_rank"] = np.array([trainer_of.get((group.group_id, s), NOT_CONSUMED) for s in rows["sample"]], np.int32)
+            rows["trainer_rank"] = np.array(
+                [trainer_of.get((group.group_id, s), NOT_CONSUMED) for s in rows["sample"]], np.int32
+            )
             parts.append(rows)
         return {name: np.concatenate([rows[name] for rows in parts]) for name in parts[0]}
 
 
 def group_rows(group: GroupRecord, fate: Fate) -> dict[str, NDArray]:
-    """Rows of the trajectory table for a finished group that is not consumed (the consumed ones are made from these)."""
+    """Rows of the trajectory table for a finished group, as if not consumed; `BatchRecord.rows` fills in the rest."""
     figures = group.figures
     n = len(figures["reward"])
     same = {
@@ -147,4 +160,8 @@ def group_rows(group: GroupRecord, fate: Fate) -> dict[str, NDArray]:
         "consumed_step": NOT_CONSUMED,
         "trainer_rank": NOT_CONSUMED,
     }
-    return dict(figures) | {"sample": np.arange(n, dtype=np.int32)} | {name: np.full(n, value) for name, value in same.items()}
+    return (
+        dict(figures)
+        | {"sample": np.arange(n, dtype=np.int32)}
+        | {name: np.full(n, value) for name, value in same.items()}
+    )

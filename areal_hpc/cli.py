@@ -16,7 +16,12 @@ COMMANDS = {
 
 
 def usage() -> str:
-    lines = [f"areal-hpc {__version__}: asynchronous RL for language models in one MPI world", "", "usage: areal-hpc COMMAND ...", ""]
+    lines = [
+        f"areal-hpc {__version__}: asynchronous RL for language models in one MPI world",
+        "",
+        "usage: areal-hpc COMMAND ...",
+        "",
+    ]
     lines += [f"  {name:<8} {what}" for name, (_, what) in COMMANDS.items()]
     return "\n".join(lines)
 

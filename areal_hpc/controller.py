@@ -122,7 +122,11 @@ class Controller:
         Raises:
             RunError: any end but the healthy one.
         """
-        self.wait(lambda: not self.not_ready, self.config.deadlines.startup_s, lambda: f"ranks {sorted(self.not_ready)} to be ready")
+        self.wait(
+            lambda: not self.not_ready,
+            self.config.deadlines.startup_s,
+            lambda: f"ranks {sorted(self.not_ready)} to be ready",
+        )
         self.announce(0)
         if self.config.evaluation.at_start:
             self.evaluate()
@@ -216,7 +220,9 @@ class Controller:
         self.batches[step] = batch
         table = {name: getattr(batch, name) for name in TrainBatch.ARRAYS}
         for position, trainer in enumerate(self.trainers):
-            self.world.send(trainer, TrainBatch(step, batch.micro_batches_of(position), batch.minibatch_tokens()), table)
+            self.world.send(
+                trainer, TrainBatch(step, batch.micro_batches_of(position), batch.minibatch_tokens()), table
+            )
         owner = np.array([self.groups[group_id].rank for group_id in batch.group_id.tolist()])
         for rank in self.rollouts:
             mine = owner == rank
@@ -230,7 +236,10 @@ class Controller:
         if why in ("filtered", "unscored"):
             self.log.trajectories(group_rows(group, Fate.FILTERED if why == "filtered" else Fate.DROPPED))
             self.send_drop(rank, [group_id])
-            self.event(f"group_{why}", f"group {group_id} ({group.prompt_id}): {group.num_correct} of {group.usable.sum()} right")
+            self.event(
+                f"group_{why}",
+                f"group {group_id} ({group.prompt_id}): {group.num_correct} of {group.usable.sum()} right",
+            )
 
     def send_drop(self, rank: int, group_ids: list[int]) -> None:
         if group_ids:
@@ -314,21 +323,26 @@ class Controller:
         columns = batch.step_columns()
         tokens = columns["prompt_tokens"] + columns["response_tokens"]
         stats = {name: report.stats.get(name, float("nan")) for name in STATS}
-        row = stats | report.phases | columns | {
-            "step": report.step,
-            "version_before": version_before,
-            "version_after": report.version,
-            "skipped": report.skipped,
-            "time_s": self.clock.now(),
-            "consumed_tokens": 0 if report.skipped else tokens,
-            "head_lag_max": int(rows["head_lag"].max()),
-            "head_lag_mean": float(rows["head_lag"].mean()),
-            "tail_lag_max": int(rows["tail_lag"].max()),
-            "num_admitted": self.state.next_id,
-            "num_consumed": self.state.consumed_batches * self.config.trainer.batch_size,
-            "num_filtered": self.state.left["filtered"],
-            "log_s": self.log_s,
-        }
+        row = (
+            stats
+            | report.phases
+            | columns
+            | {
+                "step": report.step,
+                "version_before": version_before,
+                "version_after": report.version,
+                "skipped": report.skipped,
+                "time_s": self.clock.now(),
+                "consumed_tokens": 0 if report.skipped else tokens,
+                "head_lag_max": int(rows["head_lag"].max()),
+                "head_lag_mean": float(rows["head_lag"].mean()),
+                "tail_lag_max": int(rows["tail_lag"].max()),
+                "num_admitted": self.state.next_id,
+                "num_consumed": self.state.consumed_batches * self.config.trainer.batch_size,
+                "num_filtered": self.state.left["filtered"],
+                "log_s": self.log_s,
+            }
+        )
         self.log_s = 0.0
         self.log.step(row)
         self.flush()
@@ -342,7 +356,10 @@ class Controller:
             )
 
     def weights_loaded(self, loaded: WeightsLoaded, source: int) -> None:
-        row = {name: [getattr(loaded, name)] for name in ("version", "receive_s", "pause_s", "interrupted", "reprefilled_tokens")}
+        row = {
+            name: [getattr(loaded, name)]
+            for name in ("version", "receive_s", "pause_s", "interrupted", "reprefilled_tokens")
+        }
         self.log.weight_loads(row | {"rank": [source], "time_s": [self.clock.now()]})
 
     # ------------------------------------------------------------------------------------------ waiting, logging
@@ -379,5 +396,7 @@ class Controller:
             if (signal_name := self.interrupted()) is not None:
                 raise RunError(Exit.INTERRUPTED, f"stopped by {signal_name} at version {self.state.version}")
             if time.monotonic() - self.progressed_s > timeout_s:
-                raise RunError(Exit.DEADLINE, f"nothing finished for {timeout_s:.0f} s while waiting for {waiting_for()}")
+                raise RunError(
+                    Exit.DEADLINE, f"nothing finished for {timeout_s:.0f} s while waiting for {waiting_for()}"
+                )
             pause.sleep()

@@ -171,7 +171,9 @@ class ControllerState:
     left: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def resume(cls, rules: Rules, version: int, next_id: int, prompts_used: int = 0, validate: bool = False) -> ControllerState:
+    def resume(
+        cls, rules: Rules, version: int, next_id: int, prompts_used: int = 0, validate: bool = False
+    ) -> ControllerState:
         """State of a run that goes on at `version`: v * B groups are counted as consumed (AReaL issue 1388)."""
         state = cls(rules, validate=validate, version=version, next_id=next_id, prompts_used=prompts_used)
         state.counted = counted_at_resume(version, rules.batch_size, 0)
@@ -210,7 +212,13 @@ class ControllerState:
         else:
             self.ready[group_id] = rank
 
-    def _leave(self, group_id: int, rank: int, why: Literal["filtered", "unscored", "refused", "skipped"], out: list[Instruction]) -> None:
+    def _leave(
+        self,
+        group_id: int,
+        rank: int,
+        why: Literal["filtered", "unscored", "refused", "skipped"],
+        out: list[Instruction],
+    ) -> None:
         self.counted -= 1
         self.left[why] += 1
         out.append(Leave(group_id, rank, why))
@@ -291,7 +299,8 @@ class ControllerState:
         rules = self.rules
         left = ", ".join(f"{n} {why}" for why, n in sorted(self.left.items())) or "none left the count"
         return (
-            f"version {self.version}: {len(self.ready)} of {rules.batch_size} groups ready, {len(self.running)} running, "
+            f"version {self.version}: {len(self.ready)} of {rules.batch_size} groups ready, "
+            f"{len(self.running)} running, "
             f"{len(self.taken)} batches with the trainers, {left}"
         )
 
@@ -304,7 +313,9 @@ class ControllerState:
         assert self.counted == len(everything) + self.consumed_batches * rules.batch_size, "the staleness count is off"
         assert all(len(batch) == rules.batch_size for batch in self.taken), "a taken batch has not B groups"
         assert all(free >= 0 for free in self.credits.free.values()), "more samples on a rank than it has places"
-        assert len(everything) <= (rules.max_staleness + 1) * rules.batch_size, "more groups outstanding than (eta + 1) B"
+        assert len(everything) <= (rules.max_staleness + 1) * rules.batch_size, (
+            "more groups outstanding than (eta + 1) B"
+        )
         assert self.version == self.consumed_batches, "version and consumed batches differ"
         assert len(self.taken) <= rules.max_batches_taken
         if rules.max_running_groups is not None:

@@ -66,7 +66,11 @@ class Evaluation:
     @property
     def mean_response(self) -> float:
         """Mean response length in tokens."""
-        return float(np.mean([figures["num_response"][0] for figures in self.answers.values()])) if self.answers else float("nan")
+        return (
+            float(np.mean([figures["num_response"][0] for figures in self.answers.values()]))
+            if self.answers
+            else float("nan")
+        )
 
     def waiting_for(self) -> str:
         return f"{len(self.missing)} of {len(self.prompts) * self.samples} held-out answers with version {self.version}"

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from areal_hpc.config import Config, PrepareConfig
 from areal_hpc.check import facts
+from areal_hpc.config import Config, PrepareConfig
 from areal_hpc.configcheck import check_config
 from areal_hpc.exits import MEANING, Exit, RunError
 from areal_hpc.liveview import LiveView
@@ -84,7 +84,15 @@ def command_line(mpiexec: str, config: Config, run_dir: RunDir) -> list[str]:
     """One MPI world of two components, in rank order: controller and trainers, then rollouts."""
 
     def component(name: str, ranks: int) -> list[str]:
-        rank = [sys.executable, "-m", "areal_hpc.rank", "--run-dir", str(run_dir.root), "--attempt", str(run_dir.attempt)]
+        rank = [
+            sys.executable,
+            "-m",
+            "areal_hpc.rank",
+            "--run-dir",
+            str(run_dir.root),
+            "--attempt",
+            str(run_dir.attempt),
+        ]
         return ["-n", str(ranks), *rank, "--component", name]
 
     return [mpiexec, *component("trainer", 1 + config.trainer.ranks), ":", *component("rollout", config.rollout.ranks)]
@@ -164,8 +172,12 @@ class LocalRun:
             view.show_summary(summary)
         else:
             meaning = MEANING.get(Exit(code), "") if code in set(Exit) else ""
-            print(f"areal-hpc: run ended with code {int(code)} ({meaning}): {why}\n"
-                  f"areal-hpc: logs of all ranks are in {self.run_dir.attempt_dir}", file=sys.stderr, flush=True)
+            print(
+                f"areal-hpc: run ended with code {int(code)} ({meaning}): {why}\n"
+                f"areal-hpc: logs of all ranks are in {self.run_dir.attempt_dir}",
+                file=sys.stderr,
+                flush=True,
+            )
         return int(code)
 
 

@@ -49,7 +49,7 @@ class Batch:
     Attributes:
         trajectories: [n], None for samples that other ranks hold.
         advantages: float64 [n], one per sequence of the whole batch.
-        micro_batches: [minibatch] -> micro-batches of this rank, lists of indices into `trajectories`; may be empty lists.
+        micro_batches: [minibatch] -> micro-batches of this rank, lists of indices into `trajectories`; may be empty.
         minibatch_tokens: [minibatch] -> response tokens over all ranks, the denominator of the token mean.
     """
 
@@ -88,7 +88,7 @@ class Learner:
     Args:
         model: float32 parameters; kept in eval mode (no dropout), so that proximal and current policy agree exactly.
         config: the trainer's settings.
-        temperature: that of sampling; log-probs are of the distribution at this temperature (trap: w is wrong otherwise).
+        temperature: that of sampling; log-probs are of the distribution at this temperature (w is wrong otherwise).
         reducer: collectives over the trainer ranks.
         between: called between micro-batches, so that messages move on while the batch is being trained.
         activity: entered with "train_proximal" and "train_update" around these two parts of a step.
@@ -176,7 +176,9 @@ class Learner:
             with_entropy=with_entropy,
         )
 
-    def _accumulate(self, minibatch: list[Packed | None], proximal: list[Tensor | None] | None, num_tokens: int) -> LossStats:
+    def _accumulate(
+        self, minibatch: list[Packed | None], proximal: list[Tensor | None] | None, num_tokens: int
+    ) -> LossStats:
         """Sum the gradient of this rank's micro-batches into the flat buffer; statistics are of all ranks."""
         self.gradient.zero_()
         stats = LossStats.empty()

@@ -81,7 +81,10 @@ class LiveView:
             ("version", f"{version}/{self.steps}"),
             ("reward", _number(status, "reward_mean", "+.2f")),
             ("length", _number(status, "mean_response", ".0f")),
-            ("staleness", f"mean {_number(status, 'head_lag_mean', '.1f')}, max {_number(status, 'head_lag_max', 'd')}"),
+            (
+                "staleness",
+                f"mean {_number(status, 'head_lag_mean', '.1f')}, max {_number(status, 'head_lag_max', 'd')}",
+            ),
             ("tokens/s", _number(status, "tokens_per_s", ",d")),
             ("step", _number(status, "total_s", ".1f") + " s"),
         ]
@@ -100,7 +103,10 @@ class LiveView:
     def show_summary(self, summary: dict[str, Any]) -> None:
         """The last thing on the screen after a healthy end."""
         rows = [
-            ("held-out pass@1", f"{_percent(summary['pass1_before'])} before, {_percent(summary['pass1_after'])} after"),
+            (
+                "held-out pass@1",
+                f"{_percent(summary['pass1_before'])} before, {_percent(summary['pass1_after'])} after",
+            ),
             ("policy versions", f"{summary['versions']} ({summary['why_ended']})"),
             ("consumed tokens", f"{summary['consumed_tokens']:,} at {summary['consumed_tokens_per_s']:,.0f} tok/s"),
             ("staleness", f"first tokens at most {summary['head_staleness_max']} versions old"),

@@ -5,8 +5,9 @@ seconds on the run clock: the controller's monotonic clock, zero at its start (s
 
 The life of one prompt in messages:
 
-    controller --AdmitGroup--> rollout --GroupFinished--> controller --ShipSamples--> rollout --Samples--> trainer
-    controller --TrainBatch--> trainer --StepFinished--> controller --LoadWeights--> rollout --WeightsLoaded--> controller
+    controller --AdmitGroup---> rollout --GroupFinished-> controller --ShipSamples-> rollout --Samples--> trainer
+    controller --TrainBatch---> trainer --StepFinished--> controller
+    controller --LoadWeights--> rollout --WeightsLoaded-> controller
 """
 
 from __future__ import annotations
@@ -255,5 +256,7 @@ class Farewell(Message):
 
 
 MESSAGE_TYPES: tuple[type[Message], ...] = tuple(
-    value for value in list(globals().values()) if isinstance(value, type) and issubclass(value, Message) and value is not Message
+    value
+    for value in list(globals().values())
+    if isinstance(value, type) and issubclass(value, Message) and value is not Message
 )

@@ -11,10 +11,10 @@ import time
 from typing import TypeVar
 
 from areal_hpc import __version__
+from areal_hpc.codec import Message
 from areal_hpc.comm import DeadlineExceeded, Received, World
 from areal_hpc.config import Config
 from areal_hpc.exits import Exit, RunError
-from areal_hpc.codec import Message
 from areal_hpc.messages import ClockPing, ClockPong, Hello, Welcome
 
 CONTROLLER = 0
@@ -68,7 +68,8 @@ def check_world(world: World, config: Config, component: str | None) -> None:
     if component is not None and component != expected:
         raise RunError(
             Exit.PREFLIGHT,
-            f"rank {world.rank} was started in component {component} but is a {role}, which belongs to component {expected}",
+            f"rank {world.rank} was started in component {component} but is a {role}, "
+            f"which belongs to component {expected}",
         )
 
 
@@ -140,7 +141,7 @@ def expect(world: World, kind: type[M], timeout_s: float) -> M:
     """The next message, which must be of this kind; used only before the role's own loop begins."""
     received = _receive(world, timeout_s, kind.__name__)
     if not isinstance(received.message, kind):
-        raise RunError(Exit.PREFLIGHT, f"rank {world.rank} expected {kind.__name__}, got {type(received.message).__name__}")
+        raise RunError(
+            Exit.PREFLIGHT, f"rank {world.rank} expected {kind.__name__}, got {type(received.message).__name__}"
+        )
     return received.message
-
-

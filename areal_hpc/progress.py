@@ -62,7 +62,18 @@ class Progress:
         self.last_step_s = time.monotonic()
         self.consumed_tokens += int(row["consumed_tokens"])
         self.head_lag_max = max(self.head_lag_max, int(row["head_lag_max"]))
-        shown = ("step", "reward_mean", "loss", "entropy", "grad_norm", "head_lag_mean", "head_lag_max", "num_filtered", "total_s", "wait_s")
+        shown = (
+            "step",
+            "reward_mean",
+            "loss",
+            "entropy",
+            "grad_norm",
+            "head_lag_mean",
+            "head_lag_max",
+            "num_filtered",
+            "total_s",
+            "wait_s",
+        )
         self.status |= {name: _plain(row[name]) for name in shown}
         self.status |= {
             "version": int(row["version_after"]),
@@ -76,7 +87,8 @@ class Progress:
         self.say(
             f"step {row['step']:>{len(str(steps))}}/{steps}  reward {row['reward_mean']:+.2f}  {outcome}  "
             f"entropy {row['entropy']:.3f}  length {self.status['mean_response']:.0f}  "
-            f"lag mean {row['head_lag_mean']:.1f} max {row['head_lag_max']}  {row['total_s']:.1f} s  {self.tokens_per_s:,.0f} tok/s"
+            f"lag mean {row['head_lag_mean']:.1f} max {row['head_lag_max']}  {row['total_s']:.1f} s  "
+            f"{self.tokens_per_s:,.0f} tok/s"
         )
 
     def evaluated(self, evaluation: Evaluation) -> None:

@@ -80,7 +80,9 @@ def run_controller(config: Config, world: World, run_dir: RunDir) -> int:
     from areal_hpc.progress import Progress
 
     signals = SignalFlag(signal.SIGINT, signal.SIGTERM)
-    progress = Progress(run_dir, config.name, config.steps, os.getpid(), socket.gethostname(), lambda line: print(line, flush=True))
+    progress = Progress(
+        run_dir, config.name, config.steps, os.getpid(), socket.gethostname(), lambda line: print(line, flush=True)
+    )
     code, why = Exit.DONE, ""
     try:
         why = control(config, world, run_dir, progress, signals)
@@ -107,7 +109,9 @@ def control(config: Config, world: World, run_dir: RunDir, progress: Any, signal
     clock = welcome_all(world, config)
     data = config.data
     fields = {"prompt_field": data.prompt_field, "id_field": data.id_field}
-    source = PromptSource(read_prompts(Path(data.train), **fields), seed=config.seed, shuffle=data.shuffle, epochs=data.epochs)
+    source = PromptSource(
+        read_prompts(Path(data.train), **fields), seed=config.seed, shuffle=data.shuffle, epochs=data.epochs
+    )
     heldout = read_prompts(Path(data.heldout), **fields) if data.heldout else []
     attributes = {
         "name": config.name,

@@ -155,7 +155,9 @@ class Rollout:
                 continue
             group.rewards[result.key[1]] = result
             if result.outcome in ("timeout", "error"):
-                self.reporter.event(f"reward_{result.outcome}", f"group {result.key[0]} sample {result.key[1]}: {result.detail}")
+                self.reporter.event(
+                    f"reward_{result.outcome}", f"group {result.key[0]} sample {result.key[1]}: {result.detail}"
+                )
             if group.is_complete:
                 header = group.header
                 message = GroupFinished(header.group_id, len(group.prompt), header.purpose)
@@ -166,7 +168,9 @@ class Rollout:
 
     def grant_credits(self) -> None:
         """Tell the controller about free places as soon as they suffice for a group, or nothing else runs."""
-        if self.credits_to_grant >= self.config.trainer.group_size or (self.credits_to_grant and not self.engine.num_running):
+        if self.credits_to_grant >= self.config.trainer.group_size or (
+            self.credits_to_grant and not self.engine.num_running
+        ):
             self.world.send(CONTROLLER, Credits(self.credits_to_grant))
             self.credits_to_grant = 0
 
@@ -218,7 +222,9 @@ class Rollout:
                 self.stopped = True
             case other:
                 name = type(other).__name__
-                raise RunError(Exit.FAILED, f"rollout rank {self.world.rank} cannot use {name} from rank {received.source}")
+                raise RunError(
+                    Exit.FAILED, f"rollout rank {self.world.rank} cannot use {name} from rank {received.source}"
+                )
 
     def admit(self, header: AdmitGroup) -> None:
         prompt = tuple(self.tokenizer(header.prompt).input_ids)

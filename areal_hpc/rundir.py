@@ -1,12 +1,12 @@
 """The files of a run: where each is, and how the small ones are written.
 
-    RUN/config.resolved.yaml      what every rank reads and compares at start
-    RUN/status.json               replaced atomically after every step; last of all it says why the run ended
-    RUN/summary.json              figures of a run that came to its end
-    RUN/attempt_N/rank_RRRR.log   one log per rank
-    RUN/log/attempt_N.h5          the run log (runlog.RunLog reads it)
-    RUN/weights/version_N/        exports of single versions, if asked for
-    RUN/model/                    the model after the last step, in Hugging Face layout
+RUN/config.resolved.yaml      what every rank reads and compares at start
+RUN/status.json               replaced atomically after every step; last of all it says why the run ended
+RUN/summary.json              figures of a run that came to its end
+RUN/attempt_N/rank_RRRR.log   one log per rank
+RUN/log/attempt_N.h5          the run log (runlog.RunLog reads it)
+RUN/weights/version_N/        exports of single versions, if asked for
+RUN/model/                    the model after the last step, in Hugging Face layout
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def split(arrays: Mapping[str, NDArray]) -> list[Trajectory]:
         raise BadTrajectory(f"samples disagree about their number or have no tokens: {counts}")
     if len(arrays["tokens"]) != total or not len(arrays["logprobs"]) == len(arrays["versions"]) == int(responses.sum()):
         raise BadTrajectory(
-            f"lengths add up to {total} tokens with {int(responses.sum())} responses, got {len(arrays['tokens'])} tokens, "
-            f"{len(arrays['logprobs'])} log-probs, {len(arrays['versions'])} versions"
+            f"lengths add up to {total} tokens with {int(responses.sum())} responses, "
+            f"got {len(arrays['tokens'])} tokens, {len(arrays['logprobs'])} log-probs, {len(arrays['versions'])} versions"
         )
     out = []
     sequence, response = 0, 0

@@ -133,7 +133,9 @@ class Trainer:
             group_norm=settings.group_norm,
             batch_norm=settings.batch_norm,
         )
-        return self.learner.train(Batch(trajectories, values, batch.header.micro_batches, batch.header.minibatch_tokens))
+        return self.learner.train(
+            Batch(trajectories, values, batch.header.micro_batches, batch.header.minibatch_tokens)
+        )
 
     # ------------------------------------------------------------------------------------------ weights, files
     def publish(self) -> None:
@@ -209,4 +211,6 @@ class Trainer:
                 self.stopped = True
             case other:
                 name = type(other).__name__
-                raise RunError(Exit.FAILED, f"trainer rank {self.world.rank} cannot use {name} from rank {received.source}")
+                raise RunError(
+                    Exit.FAILED, f"trainer rank {self.world.rank} cannot use {name} from rank {received.source}"
+                )

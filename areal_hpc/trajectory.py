@@ -55,12 +55,17 @@ class Trajectory:
         where = f"trajectory {self.group_id}/{self.sample}"
         response = self.num_response
         if self.num_prompt < 1 or response < 1:
-            raise BadTrajectory(f"{where}: prompt of {self.num_prompt} and response of {response} tokens; both need at least one")
+            raise BadTrajectory(
+                f"{where}: prompt of {self.num_prompt} and response of {response} tokens; both need at least one"
+            )
         if len(self.logprobs) != response or len(self.versions) != response:
             raise BadTrajectory(
-                f"{where}: {response} response tokens but {len(self.logprobs)} log-probs and {len(self.versions)} versions"
+                f"{where}: {response} response tokens but {len(self.logprobs)} log-probs "
+                f"and {len(self.versions)} versions"
             )
         if (self.logprobs > 1e-6).any():
             raise BadTrajectory(f"{where}: behaviour log-prob of {self.logprobs.max()}; none may be above 0")
         if (np.diff(self.versions) < 0).any() or self.versions[0] < 0:
-            raise BadTrajectory(f"{where}: policy versions must not fall along a trajectory, got {self.versions.tolist()[:8]}...")
+            raise BadTrajectory(
+                f"{where}: policy versions must not fall along a trajectory, got {self.versions.tolist()[:8]}..."
+            )

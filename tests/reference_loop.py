@@ -6,7 +6,6 @@ in minibatches (packing.plan's documented permutation).
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +46,9 @@ def reference_losses(config: dict) -> list[dict[str, float]]:
     trainer, path = config["trainer"], config["model"]["path"]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(path)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=trainer["optimizer"]["lr"], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=trainer["optimizer"]["lr"], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+    )
     prompts = read_prompts(Path(config["data"]["train"]), prompt_field="prompt", id_field="id")
     source = PromptSource(prompts, seed=config["seed"], shuffle=True, epochs=None)
     history, group_id = [], 0
@@ -91,4 +92,9 @@ def _step(model, optimizer, samples, minibatches: int, seed: int) -> dict[str, f
         tokens += count
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
-    return {"loss": total / tokens, "tokens": tokens, "grad_norm": max(norms), "reward": float(np.mean([s[3] for s in samples]))}
+    return {
+        "loss": total / tokens,
+        "tokens": tokens,
+        "grad_norm": max(norms),
+        "reward": float(np.mean([s[3] for s in samples])),
+    }

@@ -69,7 +69,9 @@ class Finished:
         assert self.returncode == 0, f"{self.stdout}\n{self.stderr}\n{self.rank_logs()}"
 
     def rank_logs(self) -> str:
-        return "\n".join(f"== {path.name}\n{path.read_text()[-2000:]}" for path in sorted(self.run_dir.glob("attempt_*/*.log")))
+        return "\n".join(
+            f"== {path.name}\n{path.read_text()[-2000:]}" for path in sorted(self.run_dir.glob("attempt_*/*.log"))
+        )
 
 
 def start(config: dict, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:

@@ -38,7 +38,9 @@ def make(directory: Path, num_prompts: int = 64, seed: int = 0) -> Path:
     model.save_pretrained(directory / "model")
     tokenizer.save_pretrained(directory / "model")
     for name, count in (("train", num_prompts), ("heldout", 16)):
-        prompts = [{"id": f"{name}{i}", "prompt": "".join(LETTERS[(i >> (3 * k)) % 8] for k in range(3))} for i in range(count)]
+        prompts = [
+            {"id": f"{name}{i}", "prompt": "".join(LETTERS[(i >> (3 * k)) % 8] for k in range(3))} for i in range(count)
+        ]
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
     return directory
 

@@ -21,7 +21,11 @@ GONE_S = 30
 
 def test_max_steps_in_the_middle_of_everything(tiny_dir, tmp_path):
     config = tiny_config(
-        tiny_dir, tmp_path / "a run with spaces", steps=2, staleness={"max_staleness": "inf"}, rollout={"ranks": 2, "slots": 32}
+        tiny_dir,
+        tmp_path / "a run with spaces",
+        steps=2,
+        staleness={"max_staleness": "inf"},
+        rollout={"ranks": 2, "slots": 32},
     )
     finished = run(config)
     finished.assert_done()
@@ -34,7 +38,9 @@ def test_dataset_exhausted(tiny_dir, tmp_path):
     """10 prompts once, in batches of 4: two steps, two groups left over, and the log says so."""
     lines = (tiny_dir / "train.jsonl").read_text().splitlines()[:10]
     (tmp_path / "ten.jsonl").write_text("\n".join(lines))
-    config = tiny_config(tiny_dir, tmp_path / "run", steps=100, data={"train": str(tmp_path / "ten.jsonl"), "epochs": 1})
+    config = tiny_config(
+        tiny_dir, tmp_path / "run", steps=100, data={"train": str(tmp_path / "ten.jsonl"), "epochs": 1}
+    )
     finished = run(config)
     finished.assert_done()
     assert (finished.summary["versions"], finished.summary["why_ended"]) == (2, "data set exhausted")
@@ -93,7 +99,12 @@ def test_a_killed_rank_takes_the_world_with_it(rank, tiny_dir, tmp_path):
 def test_one_batch_that_is_not_finite_is_dumped_and_skipped(tiny_dir, tmp_path):
     """One NaN on one of two trainer ranks: both skip the update, the version stands still, the run goes on."""
     config = tiny_config(
-        tiny_dir, tmp_path / "run", mode="sync", steps=3, trainer={"ranks": 2, "minibatches": 2}, deadlines={"exit_s": 20}
+        tiny_dir,
+        tmp_path / "run",
+        mode="sync",
+        steps=3,
+        trainer={"ranks": 2, "minibatches": 2},
+        deadlines={"exit_s": 20},
     )
     finished = run(config, environment={VARIABLE: "nan@trainer.batch#2*2"})
     finished.assert_done()
@@ -136,7 +147,9 @@ def test_a_reward_that_hangs_is_a_timeout_and_not_a_wrong_answer(tiny_dir, tmp_p
 def test_a_prompt_that_is_too_long_is_refused_and_replaced(tiny_dir, tmp_path):
     data = (tiny_dir / "train.jsonl").read_text() + '{"id": "long", "prompt": "abcdefghabcdefgh"}\n'
     (tmp_path / "data.jsonl").write_text('{"id": "long0", "prompt": "abcdefghabcdefgh"}\n' + data)
-    config = tiny_config(tiny_dir, tmp_path / "run", steps=2, data={"train": str(tmp_path / "data.jsonl"), "shuffle": False})
+    config = tiny_config(
+        tiny_dir, tmp_path / "run", steps=2, data={"train": str(tmp_path / "data.jsonl"), "shuffle": False}
+    )
     finished = run(config)
     finished.assert_done()
     events = finished.log().events

@@ -96,7 +96,9 @@ def test_every_token_has_the_log_prob_of_the_version_it_is_tagged_with(asynchron
         mixed += len(set(kept["versions"].tolist())) > 1
         for version in sorted(set(kept["versions"].tolist())):
             if version not in models:
-                models[version] = AutoModelForCausalLM.from_pretrained(finished.run_dir / "weights" / f"version_{version}")
+                models[version] = AutoModelForCausalLM.from_pretrained(
+                    finished.run_dir / "weights" / f"version_{version}"
+                )
             with torch.no_grad():
                 logits = models[version](tokens[None]).logits[0].float()
             logprobs = torch.log_softmax(logits, -1)[num_prompt - 1 : -1].gather(-1, tokens[num_prompt:, None])[:, 0]
@@ -182,6 +184,10 @@ def test_the_widest_world(tiny_dir, tmp_path):
     finished.assert_done()
     log = finished.log()
     assert set(log.trajectories.rollout_rank) == {3, 4, 5, 6}
-    correct = log.trajectories.query("fate == 'consumed'").groupby("group_id").outcome.apply(lambda o: (o == "correct").mean())
+    correct = (
+        log.trajectories.query("fate == 'consumed'")
+        .groupby("group_id")
+        .outcome.apply(lambda o: (o == "correct").mean())
+    )
     assert correct.between(0.05, 0.95).all()
     assert (log.trajectories.fate == "filtered").any()

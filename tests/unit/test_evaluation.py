@@ -16,7 +16,11 @@ PROMPTS = [Prompt("a", "1+1=", {}), Prompt("b", "2+2=", {})]
 
 def answer(outcome: Outcome, length: int = 4) -> dict:
     reward = math.nan if outcome in (Outcome.TIMEOUT, Outcome.ERROR) else float(outcome == Outcome.CORRECT)
-    return {"outcome": np.array([outcome], np.uint8), "reward": np.array([reward]), "num_response": np.array([length], np.int32)}
+    return {
+        "outcome": np.array([outcome], np.uint8),
+        "reward": np.array([reward]),
+        "num_response": np.array([length], np.int32),
+    }
 
 
 def test_pass_at_1_is_over_scored_answers():

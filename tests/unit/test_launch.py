@@ -20,7 +20,9 @@ MINIMAL = {"model": {"path": "m"}, "data": {"train": "d"}, "reward": {"function"
 
 
 def command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "areal_hpc.cli", *arguments], capture_output=True, text=True, timeout=60, cwd=cwd)
+    return subprocess.run(
+        [sys.executable, "-m", "areal_hpc.cli", *arguments], capture_output=True, text=True, timeout=60, cwd=cwd
+    )
 
 
 def test_one_world_of_two_components(tmp_path):
@@ -61,9 +63,15 @@ def test_usage(arguments):
 
 
 def test_ctrl_c_while_preparing(tmp_path):
-    (tmp_path / "slow.py").write_text("import time\ndef make(directory):\n    print('ready', flush=True)\n    time.sleep(60)\n")
+    (tmp_path / "slow.py").write_text(
+        "import time\ndef make(directory):\n    print('ready', flush=True)\n    time.sleep(60)\n"
+    )
     prepare = {"function": f"{tmp_path}/slow.py:make", "directory": str(tmp_path / "made")}
-    config = MINIMAL | {"prepare": prepare, "model": {"path": str(tmp_path / "made/m")}, "data": {"train": str(tmp_path / "made/d")}}
+    config = MINIMAL | {
+        "prepare": prepare,
+        "model": {"path": str(tmp_path / "made/m")},
+        "data": {"train": str(tmp_path / "made/d")},
+    }
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
     process = subprocess.Popen(
         [sys.executable, "-m", "areal_hpc.cli", "run", str(tmp_path / "c.yaml"), f"run_dir={tmp_path}/run"],

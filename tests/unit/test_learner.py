@@ -27,7 +27,11 @@ def trajectories(count: int = 6, seed: int = 0) -> list[Trajectory]:
     for i in range(count):
         tokens = rng.integers(2, 10, 3 + 2 + i).astype(np.int32)
         response = len(tokens) - 3
-        out.append(Trajectory(i // 2, i % 2, tokens, 3, rng.uniform(-3, -1, response).astype(np.float32), np.zeros(response, np.int32)))
+        out.append(
+            Trajectory(
+                i // 2, i % 2, tokens, 3, rng.uniform(-3, -1, response).astype(np.float32), np.zeros(response, np.int32)
+            )
+        )
     return out
 
 

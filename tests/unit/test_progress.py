@@ -55,7 +55,9 @@ def row(step: int, **changes) -> dict:
 def evaluation(version: int, outcomes: list[Outcome]) -> Evaluation:
     done = Evaluation([Prompt(str(i), "", {}) for i in range(len(outcomes))], 1, version)
     for i, outcome in enumerate(outcomes):
-        done.finished(-1 - i, {"outcome": np.array([outcome]), "reward": np.array([0.0]), "num_response": np.array([10])})
+        done.finished(
+            -1 - i, {"outcome": np.array([outcome]), "reward": np.array([0.0]), "num_response": np.array([10])}
+        )
     return done
 
 

@@ -29,7 +29,9 @@ def test_round_trip(shapes):
     for a, b in zip(sent, got, strict=True):
         assert a.num_prompt == b.num_prompt
         for name in ("tokens", "logprobs", "versions"):
-            assert np.array_equal(getattr(a, name), getattr(b, name)) and getattr(a, name).dtype == getattr(b, name).dtype
+            assert (
+                np.array_equal(getattr(a, name), getattr(b, name)) and getattr(a, name).dtype == getattr(b, name).dtype
+            )
 
 
 @pytest.mark.parametrize("name", ["tokens", "logprobs", "versions", "sample", "num_prompt"])
