@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_hpc.logschema import Fate, Outcome
+from areal_hpc.logschema import LOSS_TERMS, Fate, Outcome
+from areal_hpc.messages import StepFinished
 from areal_hpc.packing import Plan, plan
 from areal_hpc.staleness import lag
 
 UNSCORED = (Outcome.TIMEOUT, Outcome.ERROR)
 NOT_CONSUMED = -1
+STATS = [*(column.name for column in LOSS_TERMS), "grad_norm", "lr"]
 
 
 @dataclass(slots=True)
@@ -109,20 +112,6 @@ class BatchRecord:
         """The micro-batches of one trainer rank, by minibatch."""
         return [minibatch[position] for minibatch in self.plan.micro_batches]
 
-    def step_columns(self) -> dict[str, float]:
-        """What the step table knows from the batch alone."""
-        count = sum(self.plan.num_micro_batches)
-        return {
-            "reward_mean": float(self.reward.mean()),
-            "prompt_tokens": int(self.num_prompt.sum()),
-            "response_tokens": int(self.num_response.sum()),
-            "num_sequences": len(self.sample),
-            "num_micro_batches": count,
-            "packing_bound": sum(self.plan.lower_bounds),
-            "packing_waste": 1.0
-            - float(self.num_prompt.sum() + self.num_response.sum()) / (count * self.plan.capacity),
-        }
-
     def rows(self, version_before: int, fate: Fate) -> dict[str, NDArray]:
         """Rows of the trajectory table for all samples of the batch; unusable samples are `excluded`."""
         trainer_of = dict(
@@ -165,3 +154,30 @@ def group_rows(group: GroupRecord, fate: Fate) -> dict[str, NDArray]:
         | {"sample": np.arange(n, dtype=np.int32)}
         | {name: np.full(n, value) for name, value in same.items()}
     )
+
+
+def step_row(
+    report: StepFinished, batch: BatchRecord, rows: Mapping[str, NDArray], version_before: int
+) -> dict[str, Any]:
+    """What the step table says about one step, counters of the controller apart; `rows` are those of `batch.rows`."""
+    stats = {name: report.stats.get(name, float("nan")) for name in STATS}
+    prompt_tokens, response_tokens = int(batch.num_prompt.sum()), int(batch.num_response.sum())
+    num_micro_batches = sum(batch.plan.num_micro_batches)
+    columns = {
+        "step": report.step,
+        "version_before": version_before,
+        "version_after": report.version,
+        "skipped": report.skipped,
+        "reward_mean": float(batch.reward.mean()),
+        "prompt_tokens": prompt_tokens,
+        "response_tokens": response_tokens,
+        "consumed_tokens": 0 if report.skipped else prompt_tokens + response_tokens,
+        "num_sequences": len(batch.sample),
+        "num_micro_batches": num_micro_batches,
+        "packing_bound": sum(batch.plan.lower_bounds),
+        "packing_waste": 1.0 - (prompt_tokens + response_tokens) / (num_micro_batches * batch.plan.capacity),
+        "head_lag_max": int(rows["head_lag"].max()),
+        "head_lag_mean": float(rows["head_lag"].mean()),
+        "tail_lag_max": int(rows["tail_lag"].max()),
+    }
+    return stats | report.phases | columns

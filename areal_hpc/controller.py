@@ -17,7 +17,7 @@ import numpy as np
 
 from areal_hpc import controller_state as state_machine
 from areal_hpc.activity import ActivityRecorder
-from areal_hpc.bookkeeping import BatchRecord, GroupRecord, group_rows
+from areal_hpc.bookkeeping import BatchRecord, GroupRecord, group_rows, step_row
 from areal_hpc.comm import Received, World
 from areal_hpc.config import Config
 from areal_hpc.controller_state import ControllerState, Rules
@@ -25,7 +25,7 @@ from areal_hpc.datasets import Prompt, PromptSource
 from areal_hpc.evaluation import Evaluation
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.faults import fault
-from areal_hpc.logschema import LOSS_TERMS, Fate
+from areal_hpc.logschema import Fate
 from areal_hpc.messages import (
     ActivityReport,
     AdmitGroup,
@@ -54,8 +54,6 @@ from areal_hpc.reporting import interval_arrays
 from areal_hpc.runlog_writer import RunLogWriter
 from areal_hpc.shipment import split
 from areal_hpc.waiting import Backoff
-
-STATS = [*(column.name for column in LOSS_TERMS), "grad_norm", "lr"]
 
 
 def rules_of(config: Config, num_prompts: int | None) -> Rules:
@@ -320,29 +318,13 @@ class Controller:
         self.handle_event(state_machine.BatchTrained(report.skipped))
         for group in batch.groups:
             self.groups.pop(group.group_id, None)
-        columns = batch.step_columns()
-        tokens = columns["prompt_tokens"] + columns["response_tokens"]
-        stats = {name: report.stats.get(name, float("nan")) for name in STATS}
-        row = (
-            stats
-            | report.phases
-            | columns
-            | {
-                "step": report.step,
-                "version_before": version_before,
-                "version_after": report.version,
-                "skipped": report.skipped,
-                "time_s": self.clock.now(),
-                "consumed_tokens": 0 if report.skipped else tokens,
-                "head_lag_max": int(rows["head_lag"].max()),
-                "head_lag_mean": float(rows["head_lag"].mean()),
-                "tail_lag_max": int(rows["tail_lag"].max()),
-                "num_admitted": self.state.next_id,
-                "num_consumed": self.state.consumed_batches * self.config.trainer.batch_size,
-                "num_filtered": self.state.left["filtered"],
-                "log_s": self.log_s,
-            }
-        )
+        row = step_row(report, batch, rows, version_before) | {
+            "time_s": self.clock.now(),
+            "num_admitted": self.state.next_id,
+            "num_consumed": self.state.consumed_batches * self.config.trainer.batch_size,
+            "num_filtered": self.state.left["filtered"],
+            "log_s": self.log_s,
+        }
         self.log_s = 0.0
         self.log.step(row)
         self.flush()

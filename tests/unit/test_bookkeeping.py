@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from areal_hpc.bookkeeping import BatchRecord, GroupRecord, group_rows
-from areal_hpc.logschema import TRAJECTORIES, Fate, Outcome
+from areal_hpc.bookkeeping import BatchRecord, GroupRecord, group_rows, step_row
+from areal_hpc.logschema import PHASES, STEPS, TRAJECTORIES, Fate, Outcome
 from areal_hpc.logschema import Finish as Ended
+from areal_hpc.messages import StepFinished
 
 RIGHT, WRONG, LATE = Outcome.CORRECT, Outcome.WRONG, Outcome.TIMEOUT
 
@@ -62,11 +63,30 @@ def test_every_sample_has_one_trainer_and_ranks_have_equal_counts():
         assert sorted(planned) == np.flatnonzero(batch.trainer == trainer).tolist()
 
 
-def test_packing_waste_is_the_empty_share_of_capacity():
+def report(**changes) -> StepFinished:
+    phases = dict.fromkeys((column.name for column in PHASES), 0.5)
+    return StepFinished(
+        **({"step": 5, "version": 5, "skipped": False, "stats": {"loss": -0.25}, "phases": phases} | changes)
+    )
+
+
+def test_the_row_of_a_step():
     """Two sequences of 2 + 8 and 2 + 18 tokens, capacity 20: two micro-batches of 20, of which 30 tokens are used."""
-    columns = compose([group(1, [8, 18], [RIGHT, WRONG])]).step_columns()
-    assert columns["num_micro_batches"] == 2 and columns["packing_bound"] == 2
-    assert columns["packing_waste"] == pytest.approx(10 / 40)
+    batch = compose([group(1, [8, 18], [RIGHT, WRONG], first=1)])
+    row = step_row(report(), batch, batch.rows(4, Fate.CONSUMED), version_before=4)
+    assert row["num_micro_batches"] == 2 and row["packing_bound"] == 2
+    assert row["packing_waste"] == pytest.approx(10 / 40)
+    assert (row["prompt_tokens"], row["response_tokens"], row["consumed_tokens"]) == (4, 26, 30)
+    assert (row["head_lag_max"], row["head_lag_mean"], row["tail_lag_max"], row["reward_mean"]) == (3, 3.0, 2, 0.0)
+    assert row["loss"] == -0.25 and np.isnan(row["entropy"])
+    counters = dict.fromkeys(("time_s", "num_admitted", "num_consumed", "num_filtered", "log_s"), 0)
+    STEPS.encode({name: [value] for name, value in (row | counters).items()})
+
+
+def test_a_skipped_step_consumes_nothing():
+    batch = compose([group(1, [8, 18], [RIGHT, WRONG])])
+    row = step_row(report(skipped=True, version=4), batch, batch.rows(4, Fate.DROPPED), version_before=4)
+    assert row["skipped"] and row["consumed_tokens"] == 0 and row["response_tokens"] == 26
 
 
 def test_rows_of_a_group_that_is_not_consumed():
