@@ -36,7 +36,7 @@ ENVELOPE = struct.Struct("<4sIIIQIIQI")
 TRAILER_DTYPE = np.dtype("<u4")
 
 INLINE_BYTES = 64 * 1024
-CHUNK_BYTES = 4 * 1024 * 1024
+CHUNK_BYTES = 8 * 1024 * 1024
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 MAX_PAYLOAD_BYTES = 16 * 1024**3
 MAX_CHUNKS = 1_000_000
@@ -135,7 +135,7 @@ class Frame:
 class Payload:
     """Receiving side of a payload: one aligned block, the chunks to fill in wire order, and their check.
 
-    Fill `chunks[i]`, call `arrived(i)` for each while it is still in the cache, then `finish(trailer)`.
+    Fill `chunks[i]`, call `arrived(i)` for each, from any thread, then `finish(trailer)`.
     """
 
     def __init__(self, incoming: Incoming, allocate: Allocate | None = None) -> None:
@@ -238,9 +238,7 @@ class Codec:
             for name, dtype in kind.ARRAYS.items():
                 if np.dtype(dtype).kind not in "biuf":
                     raise CodecError(f"{kind.__name__}.{name}: dtype {dtype} cannot travel; use bool, int or float")
-        self._declared = {
-            kind: [(name, np.dtype(dtype).name) for name, dtype in kind.ARRAYS.items()] for kind in types
-        }
+        self._declared = {kind: [(name, np.dtype(dtype).name) for name, dtype in kind.ARRAYS.items()] for kind in types}
         self._inline_bytes = inline_bytes
         self._chunk_bytes = chunk_bytes
         self._max_payload_bytes = max_payload_bytes

@@ -23,6 +23,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar, final
 
@@ -39,11 +40,12 @@ from mpi4py import MPI  # noqa: E402
 
 T = TypeVar("T")
 
+HASHER = ThreadPoolExecutor(1, thread_name_prefix="hash")  # starts with the first large payload; never touches MPI
+
 TAG_FRAME = 1
 TAG_PAYLOAD = 2
 
-MIN_SLEEP_S = 50e-6
-MAX_SLEEP_S = 20e-3
+MIN_SLEEP_S, MAX_SLEEP_S = 50e-6, 20e-3
 START_S = 300.0
 STALL_S = 120.0
 EXIT_S = 60.0
@@ -61,7 +63,7 @@ class DeadlineExceeded(CommError, TimeoutError):
 
 @dataclass(frozen=True)
 class Received:
-    """One message as it arrived. Arrays are writable and belong to the receiver."""
+    """One message as it arrived. Its arrays belong to the receiver and share one block: keep one and you keep all."""
 
     source: int
     message: Any
@@ -92,10 +94,11 @@ class Arrival:
     parts: list[Any] = field(default_factory=list)
     requests: list[MPI.Request] = field(default_factory=list)
     num_parts: int = 0
+    hashing: list[Future[None]] = field(default_factory=list)
     idle_s: float = 0.0
 
     def post(self, comm: MPI.Comm, payload: Payload) -> None:
-        """Post the receives of all parts, hashing chunks that are there already while they are in the cache."""
+        """Post the receives of all parts, taking those that are there already."""
         self.payload = payload
         self.parts = [*payload.chunks, bytearray(payload.trailer_bytes)]
         for part in self.parts:
@@ -105,16 +108,18 @@ class Arrival:
     def take(self) -> bool:
         """Take the parts that have come, in order; True if there was one. Raises CodecError on a part that differs."""
         assert self.payload is not None
-        before = self.num_parts
-        status = MPI.Status()
+        before, status = self.num_parts, MPI.Status()
         while self.num_parts < len(self.requests) and self.requests[self.num_parts].Test(status):
             size, expected = status.Get_count(MPI.BYTE), len(self.parts[self.num_parts])
             if size != expected:
                 raise CodecError(f"payload part {self.num_parts} has {size} bytes, expected {expected}")
-            if self.num_parts < len(self.payload.chunks):
+            to_come = len(self.payload.chunks) - self.num_parts
+            if to_come > 1:  # hashed beside this thread, which goes on receiving
+                self.hashing.append(HASHER.submit(self.payload.arrived, self.num_parts))
+            elif to_come == 1:
                 self.payload.arrived(self.num_parts)
             self.num_parts += 1
-        if self.arrays is None and self.num_parts == len(self.parts):
+        if self.arrays is None and self.num_parts == len(self.parts) and all(job.done() for job in self.hashing):
             self.arrays = self.payload.finish(self.parts[-1])
         return self.num_parts > before
 
@@ -165,7 +170,7 @@ class World:
 
     # ------------------------------------------------------------------------------------------------- sending
     def send(self, dest: int, message: Message, arrays: Arrays | None = None) -> None:
-        """Hand a message over; returns at once. `flush` tells when everything has left.
+        """Hand a message over and hash it; waits for nobody. `flush` tells when everything has left.
 
         Arrays of a payload above the codec's inline size are not copied: do not change them until they have left.
         Messages from one rank to another arrive in the order of sending. To itself a rank may send as well.
@@ -386,9 +391,9 @@ class World:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
             return
         traceback.print_exception(error)
         code = getattr(error, "code", 1)  # SystemExit and RunError bring one
-        self.abort(code if isinstance(code, int) else 1)
+        self.abort((code if isinstance(code, int) else 1) or 1)

@@ -221,6 +221,15 @@ def fail(how: str) -> None:
         world.abort(42)
 
 
+def leave() -> None:
+    """sys.exit(0) on one rank is a healthy end: it waits for the others to finish."""
+    with World(CHUNKED, attempt=1) as world:
+        if world.rank == 0:
+            sys.exit(0)
+        time.sleep(1)
+        print("finished")
+
+
 def hang_at_end() -> None:
     """Rank 0 closes, rank 1 never does: rank 0 does not wait for ever."""
     world = World(CHUNKED, attempt=1)

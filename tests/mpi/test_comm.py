@@ -74,6 +74,11 @@ def test_a_failing_rank_takes_the_world_with_it_and_its_exit_code_is_kept(how, c
     assert how not in ("exception", "run error") or "reason to be read" in result.stderr
 
 
+def test_leaving_with_exit_code_zero_is_a_healthy_end():
+    result = run(3, "leave").check()
+    assert result.stdout == "finished\n" * 2
+
+
 def test_closing_does_not_wait_for_a_rank_that_never_closes():
     result = run(2, "hang_at_end", timeout_s=50)
     assert result.returncode == 9

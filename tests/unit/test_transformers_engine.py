@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import FAMILIES, VOCAB, plain_logprobs, tiny_model
-from transformers import PreTrainedModel
+from tiny_models import (
+    FAMILIES,
+    VOCAB,
+    by_key,
+    certain,
+    engine_of,
+    largest_error,
+    mixed_requests,
+    request,
+    run,
+    tiny_model,
+    weights_of,
+)
 
-from areal_hpc import models
-from areal_hpc.engines.base import Completion, Request, Swap
+from areal_hpc.engines.base import Request
 from areal_hpc.engines.transformers_engine import TransformersEngine
 from areal_hpc.sampling import uniforms
-from areal_hpc.trajectory import Key
 
 EOS = 1
 
@@ -24,67 +32,6 @@ EOS = 1
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)  # with more, MKL splits products by batch size and the last bit may differ
-
-
-def engine_of(family: str = "qwen2", seed: int = 0, **options: Any) -> TransformersEngine:
-    defaults: dict[str, Any] = dict(num_slots=4, max_len=128, temperature=1.0, eos_ids=(), prefill_tokens=64)
-    return TransformersEngine(tiny_model(family, seed), **(defaults | options))
-
-
-def request(group: int, sample: int = 0, *, prompt_len: int = 7, budget: int = 20, min_version: int = 0) -> Request:
-    """Samples of one group share a prompt; every sample has its own stream."""
-    prompt = tuple(np.random.default_rng(group).integers(2, VOCAB, prompt_len).tolist())
-    return Request((group, sample), prompt, budget, seed=1000 * group + sample, min_version=min_version)
-
-
-def mixed_requests(num_groups: int = 6, group_size: int = 3) -> list[Request]:
-    budgets = np.random.default_rng(0).integers(1, 40, (num_groups, group_size))
-    return [
-        request(g, s, prompt_len=1 + 5 * (g % 4), budget=int(budgets[g, s]))
-        for g in range(num_groups)
-        for s in range(group_size)
-    ]
-
-
-def weights_of(family: str, seed: int) -> list[tuple[str, torch.Tensor]]:
-    return list(models.named_weights(tiny_model(family, seed)).items())
-
-
-def run(engine: TransformersEngine, steps: int | None = None) -> list[Completion]:
-    """Step until idle, or `steps` times."""
-    completions: list[Completion] = []
-    while engine.num_running or engine.num_waiting if steps is None else steps:
-        completions += engine.step()
-        steps = None if steps is None else steps - 1
-    return completions
-
-
-def certain(swap: Swap | None) -> Swap:
-    assert swap is not None
-    return swap
-
-
-def by_key(completions: Sequence[Completion]) -> dict[Key, Completion]:
-    assert len({c.key for c in completions}) == len(completions)
-    return {c.key: c for c in completions}
-
-
-def largest_error(
-    completions: Sequence[Completion],
-    requests: Sequence[Request],
-    policies: dict[int, PreTrainedModel],
-    temperature: float = 1.0,
-) -> float:
-    """Largest difference between stored log-probs and those of the version each token names."""
-    prompts, worst = {r.key: r.prompt for r in requests}, 0.0
-    for done in completions:
-        prompt = prompts[done.key]
-        for version in set(done.versions.tolist()):
-            with torch.no_grad():
-                fresh = plain_logprobs(policies[version], [*prompt, *done.tokens.tolist()], len(prompt), temperature)
-            its_own = done.versions == version
-            worst = max(worst, float(np.abs(fresh.numpy() - done.logprobs)[its_own].max()))
-    return worst
 
 
 @pytest.mark.parametrize("family", FAMILIES)
