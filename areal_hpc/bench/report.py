@@ -19,6 +19,7 @@ def report(
     goal: float,
     higher_is_better: bool = True,
     rows: Sequence[Row] = (),
+    extra: Mapping[str, object] | None = None,
 ) -> int:
     """Print the comparison of repeats that were measured alternately, and return the exit code 0.
 
@@ -28,6 +29,7 @@ def report(
         ours, reference: one figure in `unit` per repeat, the pairs in order.
         goal: the ratio to reach, from below or (`higher_is_better` False) from above.
         rows: further figures. Mappings (column -> text) become one table with a head, sequences one without.
+        extra: further keys of the JSON line.
 
     Raises:
         ValueError: no repeats, or not as many of ours as of the reference.
@@ -58,7 +60,7 @@ def report(
         "repeats": len(ours),
         "spread": [min(pairs), max(pairs)],
     }
-    print(json.dumps(record), flush=True)
+    print(json.dumps(record | dict(extra or {})), flush=True)
     return 0
 
 

@@ -1,12 +1,12 @@
-"""The demo's starting point, made on this machine: a data set, a tokenizer and a tiny Qwen2 model that is able but sloppy.
+"""The demo's starting point, made on this machine: a data set, a tokenizer and a tiny Qwen2 model, able but sloppy.
 
-    DIR/model/            Hugging Face layout: config, safetensors, tokenizer (one token per character, no chat template)
+    DIR/model/            Hugging Face layout: config, safetensors, tokenizer (one token per character)
     DIR/train.jsonl       {"id": "train-0", "prompt": "gcd(63,96)=", "answer": "3"}, one per line
     DIR/heldout.jsonl     the same with other pairs of numbers
     DIR/prepared.json     sizes and hashes of all of them, written last; without it nothing here counts
 
-The model first learns flawless demonstrations, then, in the last few steps, those of a demonstrator who often gives up and
-guesses. So it can solve nearly every problem and, sampled at temperature 1, solves less than half of them.
+The model learns from a demonstrator who makes no mistake but often gives up and guesses. So it can solve nearly every
+problem (greedy), and solves less than half of them when sampled at temperature 1.
 The forward pass is the trainer's own (`models.packed_logprobs`). One thread is the default: at this size two are hardly
 faster, and far slower when something else wants the second core.
 """
@@ -31,6 +31,7 @@ from areal_hpc.demo import gcd
 from areal_hpc.exits import Exit, RunError
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MANIFEST = "prepared.json"
@@ -45,10 +46,11 @@ class Recipe:
 
     Attributes:
         tokens_per_step: lower bound of the tokens of one optimizer step, prompts included.
-        warmup_steps: linear warm-up; the learning rate then falls to 0 along a half cosine.
+        matrix_lr: learning rate of the decoder's matrices (Muon).
+        other_lr: learning rate of embeddings, head, biases and norms (AdamW).
+        warmup_steps: linear warm-up; both rates fall to 0 along a half cosine.
         drill_share: share of examples that are drills (`gcd.drill`), the others are whole demonstrations.
-        sloppy_share: last part of the steps, in which the demonstrator is sloppy.
-        give_up: probability per step with which a sloppy demonstrator gives up.
+        give_up: probability per step with which the demonstrator gives up and guesses.
     """
 
     num_train: int = 6000
@@ -60,11 +62,11 @@ class Recipe:
     initializer_range: float = 0.08
     num_steps: int = 600
     tokens_per_step: int = 1000
-    learning_rate: float = 6e-3
+    matrix_lr: float = 0.01
+    other_lr: float = 6e-3
     warmup_steps: int = 50
     drill_share: float = 0.55
-    sloppy_share: float = 0.15
-    give_up: float = 0.2
+    give_up: float = 0.11
 
 
 class Example(NamedTuple):
@@ -145,12 +147,13 @@ def _is_prepared(directory: Path, fingerprint: str) -> bool:
 def _refuse_other_files(directory: Path) -> None:
     if not directory.exists():
         return
-    others = sorted({path.name for path in directory.iterdir()} - _OURS) if directory.is_dir() else ["(not a directory)"]
+    there = {path.name for path in directory.iterdir()} if directory.is_dir() else {"a file of that name"}
+    others = sorted(there - _OURS)
     if others:
         raise RunError(
             Exit.CONFIG,
-            f"{directory} is in use for something else ({', '.join(others[:5])}): the demo needs a directory of its own; "
-            "name another one",
+            f"{directory} is in use for something else ({', '.join(others[:5])}): the demo needs a directory "
+            "of its own; name another one",
         )
 
 
@@ -250,16 +253,15 @@ def imitate(
     rng: random.Random,
     progress: Callable[[str], None],
 ) -> None:
-    """Supervised training on demonstrations, in place: mean negative log-prob of the response tokens, AdamW."""
+    """Supervised training on demonstrations, in place: mean negative log-prob of the response tokens."""
     import torch
 
     from areal_hpc.models import packed_logprobs
 
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    optimizers = build_optimizers(model, recipe)
     report = _Report(recipe.num_steps, progress)
     for step in range(recipe.num_steps):
-        examples = draw_examples(tokenizer, problems, recipe, step, rng)
+        examples = draw_examples(tokenizer, problems, recipe, rng)
         lengths = [len(example.prompt) + len(example.response) for example in examples]
         logprobs, _ = packed_logprobs(
             model,
@@ -269,28 +271,38 @@ def imitate(
         )
         loss = -logprobs.mean()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.param_groups[0]["lr"] = learning_rate(recipe, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, peak_lr in optimizers:
+            optimizer.param_groups[0]["lr"] = peak_lr * lr_factor(recipe, step)
+            optimizer.step()
+            optimizer.zero_grad()
         report.step(float(loss.detach()), sum(lengths))
 
 
-def learning_rate(recipe: Recipe, step: int) -> float:
-    """Of step 0, 1, ...: linear warm-up times half a cosine."""
-    warmup = min(1.0, (step + 1) / recipe.warmup_steps)
-    return recipe.learning_rate * warmup * 0.5 * (1 + math.cos(math.pi * step / recipe.num_steps))
+def build_optimizers(model: PreTrainedModel, recipe: Recipe) -> list[tuple[Optimizer, float]]:
+    """Each with its peak learning rate. Muon needs a third fewer steps here than AdamW alone."""
+    import torch
+
+    matrices, others = [], []
+    for name, parameter in model.named_parameters():
+        (matrices if parameter.ndim == 2 and ".layers." in name else others).append(parameter)
+    muon = torch.optim.Muon(matrices, lr=0.0, weight_decay=0.01, momentum=0.95, ns_steps=3)
+    adamw = torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    return [(muon, recipe.matrix_lr), (adamw, recipe.other_lr)]
+
+
+def lr_factor(recipe: Recipe, step: int) -> float:
+    """Share of the peak learning rate in step 0, 1, ...: linear warm-up times half a cosine."""
+    return min(1.0, (step + 1) / recipe.warmup_steps) * 0.5 * (1 + math.cos(math.pi * step / recipe.num_steps))
 
 
 def draw_examples(
     tokenizer: PreTrainedTokenizerBase,
     problems: Sequence[gcd.Problem],
     recipe: Recipe,
-    step: int,
     rng: random.Random,
 ) -> list[Example]:
     """The examples of one optimizer step: drills and demonstrations, short and long, mixed."""
-    give_up = recipe.give_up if step >= recipe.num_steps * (1 - recipe.sloppy_share) else 0.0
     encode = tokenizer.backend_tokenizer.encode
     examples: list[Example] = []
     num_tokens = 0
@@ -299,7 +311,7 @@ def draw_examples(
             prompt, response = gcd.drill(rng)
         else:
             problem = rng.choice(problems)
-            prompt, response = problem.prompt, gcd.demonstrate(problem, rng, give_up=give_up) + _EOS
+            prompt, response = problem.prompt, gcd.demonstrate(problem, rng, give_up=recipe.give_up) + _EOS
         examples.append(Example(encode(prompt).ids, encode(response).ids))
         num_tokens += len(examples[-1].prompt) + len(examples[-1].response)
     return examples
