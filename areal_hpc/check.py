@@ -52,8 +52,9 @@ def facts(checked: Checked) -> str:
 def _mode(config: Config) -> str:
     limit = config.staleness.max_staleness
     staleness = "no limit of staleness" if limit == "inf" else f"max_staleness {limit}"
+    order = " in strict order" if config.staleness.order == "strict" else ""
     updates = "interrupt generation" if config.rollout.interrupt else "wait for running sequences"
-    return f"{config.mode}: {staleness}, new weights {updates}"
+    return f"{config.mode}: {staleness}{order}, new weights {updates}"
 
 
 def _batch(config: Config) -> str:

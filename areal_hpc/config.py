@@ -242,7 +242,7 @@ class Config(Section):
     steps: Annotated[Count, Unit("policy versions")] = 1000
     """Batches to train on; the run ends with this policy version."""
     mode: Literal["async", "overlap", "sync"] = "async"
-    """async: as configured; overlap: max_staleness 1 without interruption; sync: max_staleness 0."""
+    """async: as configured; overlap: max_staleness 1 in strict order, without interruption; sync: max_staleness 0."""
     model: ModelConfig
     """The policy."""
     prepare: PrepareConfig | None = None
@@ -281,7 +281,8 @@ class Config(Section):
         """The same run with the mode written out as settings."""
         if self.mode == "async":
             return self
-        staleness = self.staleness.model_copy(update={"max_staleness": 0 if self.mode == "sync" else 1})
+        values = {"max_staleness": 0} if self.mode == "sync" else {"max_staleness": 1, "order": "strict"}
+        staleness = self.staleness.model_copy(update=values)
         rollout = self.rollout.model_copy(update={"interrupt": False})
         return self.model_copy(update={"staleness": staleness, "rollout": rollout})
 

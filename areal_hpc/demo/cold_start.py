@@ -31,6 +31,7 @@ from areal_hpc.demo import gcd
 from areal_hpc.exits import Exit, RunError
 
 if TYPE_CHECKING:
+    from torch.nn import Parameter
     from torch.optim import Optimizer
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -283,7 +284,8 @@ def build_optimizers(model: PreTrainedModel, recipe: Recipe) -> list[tuple[Optim
     """Each with its peak learning rate. Muon needs a third fewer steps here than AdamW alone."""
     import torch
 
-    matrices, others = [], []
+    matrices: list[Parameter] = []
+    others: list[Parameter] = []
     for name, parameter in model.named_parameters():
         (matrices if parameter.ndim == 2 and ".layers." in name else others).append(parameter)
     muon = torch.optim.Muon(matrices, lr=0.0, weight_decay=0.01, momentum=0.95, ns_steps=3)

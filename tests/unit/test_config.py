@@ -152,13 +152,14 @@ def test_a_configuration_cannot_be_changed_afterwards() -> None:
         ("sync", "inf", False, (0, False)),
     ],
 )
-def test_a_mode_is_a_pair_of_settings(mode: str, eta: Any, interrupt: bool, expected: tuple[Any, bool]) -> None:
+def test_a_mode_is_a_few_settings(mode: str, eta: Any, interrupt: bool, expected: tuple[Any, bool]) -> None:
     written = build(
-        mode=mode, staleness={"max_staleness": eta, "order": "strict"}, rollout={"interrupt": interrupt, "slots": 3}
+        mode=mode, staleness={"max_staleness": eta, "order": "admission"}, rollout={"interrupt": interrupt, "slots": 3}
     )
     resolved = written.resolved()
     assert (resolved.staleness.max_staleness, resolved.rollout.interrupt) == expected
-    assert (resolved.staleness.order, resolved.rollout.slots) == ("strict", 3)
+    assert resolved.staleness.order == ("strict" if mode == "overlap" else "admission"), "overlap is one step, not two"
+    assert resolved.rollout.slots == 3
     assert (written.staleness.max_staleness, written.rollout.interrupt) == (eta, interrupt)
     assert resolved.resolved() == resolved
 
