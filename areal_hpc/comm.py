@@ -39,9 +39,7 @@ mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
 T = TypeVar("T")
-
 HASHER = ThreadPoolExecutor(1, thread_name_prefix="hash")  # starts with the first large payload; never touches MPI
-
 TAG_FRAME = 1
 TAG_PAYLOAD = 2
 
@@ -49,6 +47,7 @@ MIN_SLEEP_S, MAX_SLEEP_S = 50e-6, 20e-3
 START_S = 300.0
 STALL_S = 120.0
 EXIT_S = 60.0
+ABORT_GRACE_S = 0.5  # MPICH's launcher drops what a rank has printed but it has not forwarded yet
 HELD_BYTES = 4 * 1024**3
 HELD_MESSAGES = 4096
 
@@ -221,7 +220,8 @@ class World:
 
         Raises CodecError naming the peer whose bytes do not fit, DeadlineExceeded when an arrival has stalled.
         """
-        self.progress()
+        if not self._ready:
+            self.progress()
         if not self._ready:
             return None
         received = self._ready.popleft()
@@ -246,7 +246,8 @@ class World:
         for source, queue in list(self._arriving.items()):
             try:
                 while queue and self._advance(queue[0], waited_s):
-                    queue.popleft()
+                    if queue.popleft().payload:
+                        break  # one large payload a time: the caller may be done with its block before the next one
             except (CodecError, MPI.Exception) as error:
                 raise self._blamed(error, f"from rank {source}") from None
             if not queue:
@@ -356,8 +357,7 @@ class World:
         where = f"rank {self.rank}: message {peer}"
         if isinstance(error, MPI.Exception) and error.Get_error_class() != MPI.ERR_TRUNCATE:
             return CommError(f"{where}: {error.Get_error_string()}")
-        what = "more bytes than its envelope announced" if isinstance(error, MPI.Exception) else error
-        return CodecError(f"{where}: {what}")
+        return CodecError(f"{where}: {error if isinstance(error, CodecError) else 'more bytes than announced'}")
 
     # ----------------------------------------------------------------------------------------------------- end
     def close(self, timeout_s: float = EXIT_S, exit_code: int = 0) -> None:
@@ -383,6 +383,7 @@ class World:
         """End every rank of the world with this exit code, at once."""
         sys.stdout.flush()
         sys.stderr.flush()
+        time.sleep(ABORT_GRACE_S)
         faulthandler.dump_traceback_later(EXIT_S, exit=True)
         MPI.COMM_WORLD.Abort(code)
         os._exit(code)

@@ -96,7 +96,7 @@ def run_controller(config: Config, world: World, run_dir: RunDir) -> int:
     if silent:
         log.error("no farewell from ranks %s: aborting", silent)
         world.abort(int(code) or int(Exit.DEADLINE))
-    world.close()
+    world.close(config.deadlines.exit_s / 2, int(code))
     return int(code)
 
 
@@ -180,7 +180,7 @@ def run_other(config: Config, world: World, run_dir: RunDir) -> int:
         code = failure.code
         report_failure(world, failure, config.deadlines.exit_s)
     world.send(CONTROLLER, Farewell())
-    world.close()
+    world.close(config.deadlines.exit_s / 2, int(code))
     return int(code)
 
 

@@ -145,8 +145,7 @@ def message_turn(world: World, data: Array, count: int) -> None:
         assert answer == Ping(count), f"expected Ping({count}), got {answer}"
     else:
         for _ in range(count):
-            arrived = world.recv(DEADLINE_S).arrays["data"]
-            assert arrived.shape == data.shape
+            assert world.recv(DEADLINE_S).arrays["data"].shape == data.shape
         world.send(0, Ping(count))
 
 

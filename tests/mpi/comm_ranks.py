@@ -227,7 +227,7 @@ def leave() -> None:
         if world.rank == 0:
             sys.exit(0)
         time.sleep(1)
-        print("finished")
+        sys.stdout.write("finished\n")
 
 
 def hang_at_end() -> None:

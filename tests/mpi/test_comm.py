@@ -57,7 +57,7 @@ def test_doubled_and_stale_messages_are_ignored_and_counted():
         ("gap", "CodecError: rank 1: message from rank 0: sequence gap: expected message 0, got 3; 3 lost"),
         ("flipped bit", "CodecError: rank 1: message from rank 0: CRC of payload chunk 1 of 3 differs: sent "),
         ("short part", "CodecError: rank 1: message from rank 0: payload part 1 has 4095 bytes, expected 4096"),
-        ("long part", "CodecError: rank 1: message from rank 0: more bytes than its envelope announced"),
+        ("long part", "CodecError: rank 1: message from rank 0: more bytes than announced"),
         ("missing part", "DeadlineExceeded: rank 1: nothing more came for 0.3 s: Block from rank 0, 1 of 4 payload"),
     ],
 )
