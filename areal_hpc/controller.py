@@ -145,6 +145,7 @@ class Controller:
             return
         evaluation = Evaluation(self.heldout, self.config.evaluation.samples, self.state.version)
         self.evaluation = evaluation
+        self.progress.now("evaluating")
         while not evaluation.is_complete:
             self.admit_evaluation(evaluation)
             self.wait_for_progress(lambda: evaluation.can_go_on(self.state.credits), evaluation.waiting_for)

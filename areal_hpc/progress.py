@@ -46,10 +46,14 @@ class Progress:
     def write(self) -> None:
         write_json(self.run_dir.status, self.status | {"wall_s": round(time.monotonic() - self.began_s, 1)})
 
+    def now(self, state: str) -> None:
+        """What the run is doing: starting, evaluating, training."""
+        self.status["state"] = state
+        self.write()
+
     def training_begins(self) -> None:
         self.training_began_s = time.monotonic()
-        self.status["state"] = "training"
-        self.write()
+        self.now("training")
 
     @property
     def tokens_per_s(self) -> float:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -24,6 +22,7 @@ from numpy.typing import NDArray
 from areal_hpc.bench.report import report
 from areal_hpc.codec import Codec, Message
 from areal_hpc.comm import World
+from areal_hpc.launch import find_mpiexec
 
 GOAL = 0.8
 KIB = 1024
@@ -86,13 +85,9 @@ def row(size: str, ours: list[float], raw: list[float]) -> dict[str, str]:
 
 
 def start_ranks(argv: list[str]) -> dict:
-    """Run two ranks under the mpiexec beside this Python, else the first on PATH; returns what rank 0 printed."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if mpiexec is None:
-        raise SystemExit(f"areal-hpc bench wire: no mpiexec beside {sys.executable} and none on PATH")
+    """Run two ranks of this program under mpiexec; returns what rank 0 printed."""
     code = "import sys; from areal_hpc.bench.wire import main; sys.exit(main(sys.argv[1:]))"
-    command = [mpiexec, "-n", "2", sys.executable, "-c", code, "--rank-mode", *argv]
+    command = [find_mpiexec(), "-n", "2", sys.executable, "-c", code, "--rank-mode", *argv]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=2 * DEADLINE_S)
     if ended.returncode != 0:
         raise SystemExit(f"areal-hpc bench wire: the ranks ended with exit code {ended.returncode}")
