@@ -108,6 +108,8 @@ class Controller:
         self.evaluation: Evaluation | None = None
         self.not_ready = set(range(1, world.size))
         self.why_finished: str | None = None
+        self.sent_version = -1
+        self.loaded_version = dict.fromkeys(self.rollouts, -1)
         self.model_saved = False
         self.skipped_in_a_row = 0
         self.log_s = 0.0
@@ -132,6 +134,7 @@ class Controller:
         self.handle_event(state_machine.Start())
         self.wait_for_progress(lambda: self.why_finished is not None, self.state.waiting_for)
         self.drop_the_rest()
+        self.wait_for_progress(self.everybody_is_up_to_date, lambda: f"version {self.state.version} to be loaded")
         self.world.send(self.trainers[0], SaveModel())
         if self.config.evaluation.at_end:
             self.evaluate()
@@ -161,6 +164,11 @@ class Controller:
                 rank,
                 AdmitGroup(group_id, prompt.prompt_id, prompt.text, prompt.metadata, 1, evaluation.version, "evaluate"),
             )
+
+    def everybody_is_up_to_date(self) -> bool:
+        """The newest version has left the trainer and is loaded on every rollout rank."""
+        versions = [self.sent_version, *self.loaded_version.values()]
+        return min(versions) >= self.state.version
 
     def drop_the_rest(self) -> None:
         """The end came in the middle of everything: forget what is running, write down what is finished."""
@@ -267,6 +275,7 @@ class Controller:
             case Samples():
                 self.log.tokens(split(arrays))
             case WeightsSent(version, num_bytes, snapshot_s, broadcast_s):
+                self.sent_version = version
                 self.log.weight_update(
                     {
                         "version": version,
@@ -339,6 +348,7 @@ class Controller:
             )
 
     def weights_loaded(self, loaded: WeightsLoaded, source: int) -> None:
+        self.loaded_version[source] = loaded.version
         row = {
             name: [getattr(loaded, name)]
             for name in ("version", "receive_s", "pause_s", "interrupted", "reprefilled_tokens")

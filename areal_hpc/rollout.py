@@ -264,6 +264,7 @@ class Rollout:
     def drop(self, group_ids: list[int]) -> None:
         keys = [(group_id, sample) for group_id in group_ids for sample in range(self.config.trainer.group_size)]
         self.credits_to_grant += self.engine.cancel(keys)
+        self.report_swap(self.engine.take_swap())
         for group_id in group_ids:
             self.groups.pop(group_id, None)
 

@@ -60,8 +60,8 @@ class Recipe:
     intermediate_size: int = 256
     num_layers: int = 3
     num_heads: int = 3
-    initializer_range: float = 0.08
-    num_steps: int = 600
+    initializer_range: float = 0.04
+    num_steps: int = 700
     tokens_per_step: int = 1000
     matrix_lr: float = 0.01
     other_lr: float = 6e-3

@@ -161,6 +161,7 @@ def test_the_other_modes(mode, limit, tiny_dir, tmp_path):
     finished.assert_done()
     assert finished.summary["versions"] == 4
     assert finished.summary["head_staleness_max"] <= limit
+    assert set(finished.log().weight_loads.query("version == 4")["rank"]) == {2, 3}
     assert (finished.log().weight_loads.interrupted == 0).all()
     assert 0 <= finished.summary["pass1_before"] <= 1 and 0 <= finished.summary["pass1_after"] <= 1
 
