@@ -37,7 +37,8 @@ def split(arrays: Mapping[str, NDArray]) -> list[Trajectory]:
     if len(arrays["tokens"]) != total or not len(arrays["logprobs"]) == len(arrays["versions"]) == int(responses.sum()):
         raise BadTrajectory(
             f"lengths add up to {total} tokens with {int(responses.sum())} responses, "
-            f"got {len(arrays['tokens'])} tokens, {len(arrays['logprobs'])} log-probs, {len(arrays['versions'])} versions"
+            f"got {len(arrays['tokens'])} tokens, {len(arrays['logprobs'])} log-probs "
+            f"and {len(arrays['versions'])} versions"
         )
     out = []
     sequence, response = 0, 0

@@ -1,4 +1,4 @@
-"""The demo's starting point, with a recipe of a few steps: complete or absent, the same every time, never in the way."""
+"""The demo's starting point, with a recipe of a few steps: complete or absent, and the same every time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from areal_hpc.demo.cold_start import MANIFEST, Recipe, prepare
 from areal_hpc.exits import RunError
 from areal_hpc.models import eos_ids, load_model, load_tokenizer
 
-TINY = Recipe(num_train=40, num_heldout=10, hidden_size=24, intermediate_size=32, num_layers=1, num_steps=4, tokens_per_step=200)
+TINY = Recipe(
+    num_train=40, num_heldout=10, hidden_size=24, intermediate_size=32, num_layers=1, num_steps=4, tokens_per_step=200
+)
 
 
 def build(directory, **changes) -> list[str]:

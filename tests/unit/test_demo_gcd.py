@@ -34,9 +34,13 @@ def test_every_written_subtraction_is_right(seed):
 def test_giving_up_shortens_the_chain_and_often_misses():
     rng = random.Random(1)
     problems = gcd.split(rng, 400, 1)[0]
-    right = sum(gcd.reward(p.prompt, gcd.demonstrate(p, rng, give_up=0.2), {"answer": str(p.answer)})[0] > 0 for p in problems)
+    right = sum(
+        gcd.reward(p.prompt, gcd.demonstrate(p, rng, give_up=0.2), {"answer": str(p.answer)})[0] > 0 for p in problems
+    )
     assert 0.1 < right / 400 < 0.6
-    assert all(gcd.reward(p.prompt, gcd.demonstrate(p, rng), {"answer": str(p.answer)})[1] == "correct" for p in problems)
+    assert all(
+        gcd.reward(p.prompt, gcd.demonstrate(p, rng), {"answer": str(p.answer)})[1] == "correct" for p in problems
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ FLOORS = [
     """__init__ exits config configschema configrules configcheck trajectory codec messages staleness logschema activity
     seeds waiting shipment faults""",
     "packing advantages losses models sampling controller_state learner buckets",
-    """comm warm_blocks process_group weights runlog runlog_writer datasets reward_worker rewards rundir engines preflight
-    reporting bookkeeping evaluation progress""",
+    """comm warm_blocks process_group weights runlog runlog_writer datasets reward_worker rewards rundir engines
+    preflight reporting bookkeeping evaluation progress""",
     "controller trainer rollout",
     "rank launch liveview check cli demo bench",
 ]
