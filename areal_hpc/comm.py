@@ -44,9 +44,7 @@ TAG_FRAME = 1
 TAG_PAYLOAD = 2
 
 MIN_SLEEP_S, MAX_SLEEP_S = 50e-6, 20e-3
-START_S = 300.0
-STALL_S = 120.0
-EXIT_S = 60.0
+START_S, STALL_S, EXIT_S = 300.0, 120.0, 60.0
 ABORT_GRACE_S = 0.5  # MPICH's launcher drops what a rank has printed but it has not forwarded yet
 HELD_BYTES = 4 * 1024**3
 HELD_MESSAGES = 4096
@@ -168,7 +166,7 @@ class World:
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)
 
     # ------------------------------------------------------------------------------------------------- sending
-    def send(self, dest: int, message: Message, arrays: Arrays | None = None) -> None:
+    def post(self, dest: int, message: Message, arrays: Arrays | None = None) -> None:
         """Hand a message over and hash it; waits for nobody. `flush` tells when everything has left.
 
         Arrays of a payload above the codec's inline size are not copied: do not change them until they have left.
@@ -185,25 +183,25 @@ class World:
             self._ready.append(Received(dest, incoming.message, copies))
             return
         try:
-            requests = self._post(dest, frame)
+            requests = self._start(dest, frame)
         except MPI.Exception as error:
             raise self._blamed(error, f"to rank {dest}") from error
         parcel = Parcel(type(message).__name__, frame, requests, time.monotonic())
         self._outbox.setdefault(dest, deque()).append(parcel)
 
-    def _post(self, dest: int, frame: Frame) -> list[MPI.Request]:
-        def post(part: bytes | memoryview, tag: int) -> MPI.Request:
+    def _start(self, dest: int, frame: Frame) -> list[MPI.Request]:
+        def isend(part: bytes | memoryview, tag: int) -> MPI.Request:
             return self.comm.Isend([part, MPI.BYTE], dest, tag)
 
         if frame.inline:
-            return [post(frame.joined(), TAG_FRAME)]
+            return [isend(frame.joined(), TAG_FRAME)]
         chunks = frame.chunks()
-        requests = [post(frame.header, TAG_FRAME), *(post(chunk, TAG_PAYLOAD) for chunk in chunks)]
+        requests = [isend(frame.header, TAG_FRAME), *(isend(chunk, TAG_PAYLOAD) for chunk in chunks)]
         crcs = []
         for index, chunk in enumerate(chunks):  # hashed while the other side takes the first ones
             crcs.append(frame.crc(index, chunk))
             requests[-1].Test()  # moves bytes on transports that need the sender's help
-        return [*requests, post(pack_trailer(crcs), TAG_PAYLOAD)]
+        return [*requests, isend(pack_trailer(crcs), TAG_PAYLOAD)]
 
     def unsent(self) -> list[tuple[int, str, float]]:
         """(destination, message type, seconds since it was posted) of everything that has not left yet."""

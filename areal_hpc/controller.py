@@ -135,7 +135,7 @@ class Controller:
         self.wait_for_progress(lambda: self.why_finished is not None, self.state.waiting_for)
         self.drop_the_rest()
         self.wait_for_progress(self.everybody_is_up_to_date, lambda: f"version {self.state.version} to be loaded")
-        self.world.send(self.trainers[0], SaveModel())
+        self.world.post(self.trainers[0], SaveModel())
         if self.config.evaluation.at_end:
             self.evaluate()
         self.wait_for_progress(lambda: self.model_saved, lambda: "the first trainer rank to save the model")
@@ -160,7 +160,7 @@ class Controller:
     def admit_evaluation(self, evaluation: Evaluation) -> None:
         while evaluation.pending and (rank := self.state.credits.take(1)) is not None:
             group_id, prompt = evaluation.pending.popleft()
-            self.world.send(
+            self.world.post(
                 rank,
                 AdmitGroup(group_id, prompt.prompt_id, prompt.text, prompt.metadata, 1, evaluation.version, "evaluate"),
             )
@@ -208,7 +208,7 @@ class Controller:
         message = AdmitGroup(
             group_id, prompt.prompt_id, prompt.text, prompt.metadata, self.config.trainer.group_size, min_version
         )
-        self.world.send(rank, message)
+        self.world.post(rank, message)
 
     def compose(self, step: int, group_ids: Sequence[int]) -> None:
         """Plan the batch, tell the trainers what it holds and the rollout ranks where to send it."""
@@ -227,7 +227,7 @@ class Controller:
         self.batches[step] = batch
         table = {name: getattr(batch, name) for name in TrainBatch.ARRAYS}
         for position, trainer in enumerate(self.trainers):
-            self.world.send(
+            self.world.post(
                 trainer, TrainBatch(step, batch.micro_batches_of(position), batch.minibatch_tokens()), table
             )
         owner = np.array([self.groups[group_id].rank for group_id in batch.group_id.tolist()])
@@ -235,7 +235,7 @@ class Controller:
             mine = owner == rank
             if mine.any():
                 arrays = {name: getattr(batch, name)[mine] for name in ShipSamples.ARRAYS}
-                self.world.send(rank, ShipSamples(step, self.config.log.tokens), arrays)
+                self.world.post(rank, ShipSamples(step, self.config.log.tokens), arrays)
 
     def leave(self, group_id: int, rank: int, why: str) -> None:
         """A group left the count; a skipped one is already gone from its rollout rank."""
@@ -250,18 +250,18 @@ class Controller:
 
     def send_drop(self, rank: int, group_ids: list[int]) -> None:
         if group_ids:
-            self.world.send(rank, DropGroups(), {"group_id": np.array(group_ids, np.int64)})
+            self.world.post(rank, DropGroups(), {"group_id": np.array(group_ids, np.int64)})
 
     def announce(self, version: int) -> None:
         for rank in self.rollouts:
-            self.world.send(rank, LoadWeights(version))
+            self.world.post(rank, LoadWeights(version))
 
     # ------------------------------------------------------------------------------------------------ messages
     def handle(self, received: Received) -> None:
         source, arrays = received.source, received.arrays
         match received.message:
             case ClockPing(local_s):
-                self.world.send(source, ClockPong(local_s, self.clock.now()))
+                self.world.post(source, ClockPong(local_s, self.clock.now()))
             case Ready():
                 self.not_ready.discard(source)
             case Credits(num_samples):

@@ -123,7 +123,7 @@ class LocalRun:
 
     def watch(self, began_s: float) -> int:
         """Run to the end; returns the exit code of the run."""
-        view = LiveView(self.run_dir, self.config.steps)
+        view = LiveView(self.run_dir, self.config)
         process = subprocess.Popen(
             self.command,
             env=environment(),

@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from areal_hpc.config import Config
 from areal_hpc.rundir import RunDir, read_json
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -33,9 +34,12 @@ def sparkline(values: list[float | None], width: int = 48) -> str:
 class LiveView:
     """Reads RUN/status.json; on a terminal it draws, elsewhere it only lets the ranks' lines through."""
 
-    def __init__(self, run_dir: RunDir, steps: int) -> None:
+    def __init__(self, run_dir: RunDir, config: Config) -> None:
         self.run_dir = run_dir
-        self.steps = steps
+        self.steps = config.steps
+        self.limit = f"max_staleness {config.staleness.max_staleness}"
+        if config.staleness.order == "admission":
+            self.limit += " bounds it at admission, a straggler may exceed it"
         self.console = Console()
         self.is_live = self.console.is_terminal
         # Nothing but the live view may write to the terminal, or its lines would be torn apart.
@@ -109,7 +113,7 @@ class LiveView:
             ),
             ("policy versions", f"{summary['versions']} ({summary['why_ended']})"),
             ("consumed tokens", f"{summary['consumed_tokens']:,} at {summary['consumed_tokens_per_s']:,.0f} tok/s"),
-            ("staleness", f"first tokens at most {summary['head_staleness_max']} versions old"),
+            ("staleness", f"first tokens at most {summary['head_staleness_max']} versions old ({self.limit})"),
             ("time", f"{summary['wall_s']:.0f} s for the ranks, {summary['total_s']:.0f} s with preparation"),
             ("model", str(self.run_dir.model)),
             ("log", f"{self.run_dir.run_log}  (areal_hpc.runlog.RunLog)"),

@@ -76,12 +76,12 @@ def check_world(world: World, config: Config, component: str | None) -> None:
 def join(world: World, config: Config) -> tuple[RunClock, Welcome]:
     """Say hello to the controller, wait to be welcomed, then measure the run clock (best of five pings)."""
     deadline = config.deadlines.startup_s
-    world.send(CONTROLLER, _hello(world, config))
+    world.post(CONTROLLER, _hello(world, config))
     welcome = expect(world, Welcome, deadline)
     best_s, zero_s = float("inf"), 0.0
     for _ in range(5):
         sent = time.monotonic()
-        world.send(CONTROLLER, ClockPing(sent))
+        world.post(CONTROLLER, ClockPing(sent))
         pong = expect(world, ClockPong, deadline)
         round_trip = time.monotonic() - sent
         if round_trip < best_s:
@@ -107,7 +107,7 @@ def welcome_all(world: World, config: Config) -> RunClock:
             hosts.add(hello.host)
             missing.discard(received.source)
     for rank in range(1, world.size):
-        world.send(rank, Welcome(single_host=len(hosts) == 1))
+        world.post(rank, Welcome(single_host=len(hosts) == 1))
     return clock
 
 

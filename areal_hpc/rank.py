@@ -136,7 +136,7 @@ def say_farewell(world: World, reason: str, timeout_s: float) -> list[int]:
     """Send Stop to every rank and collect their farewells; returns the ranks that stayed silent."""
     silent = set(range(1, world.size))
     for rank in silent:
-        world.send(rank, Stop(reason))
+        world.post(rank, Stop(reason))
     pause = Backoff()
     deadline_s = time.monotonic() + timeout_s
     while silent and time.monotonic() < deadline_s:
@@ -179,7 +179,7 @@ def run_other(config: Config, world: World, run_dir: RunDir) -> int:
         failure = as_run_error(error)
         code = failure.code
         report_failure(world, failure, config.deadlines.exit_s)
-    world.send(CONTROLLER, Farewell())
+    world.post(CONTROLLER, Farewell())
     world.close(config.deadlines.exit_s / 2, int(code))
     return int(code)
 
@@ -187,7 +187,7 @@ def run_other(config: Config, world: World, run_dir: RunDir) -> int:
 def report_failure(world: World, failure: RunError, timeout_s: float) -> None:
     """Tell the controller and wait for its Stop; without an answer, end the world from here."""
     try:
-        world.send(CONTROLLER, RankFailed(int(failure.code), f"on {socket.gethostname()}: {failure.reason}"))
+        world.post(CONTROLLER, RankFailed(int(failure.code), f"on {socket.gethostname()}: {failure.reason}"))
         pause = Backoff()
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
@@ -214,7 +214,7 @@ def meet(config: Config, world: World, welcome: Welcome) -> ProcessGroups:
     if world.rank == trainers[0]:
         store = open_store(host, is_master=True, world_size=others, timeout_s=timeout_s)
         for rank in range(trainers[0] + 1, world.size):
-            world.send(rank, StoreAddress(host, store_port(store)))
+            world.post(rank, StoreAddress(host, store_port(store)))
         world.flush(timeout_s)
     else:
         address = expect(world, StoreAddress, timeout_s)

@@ -38,7 +38,7 @@ class Reporter:
 
     def send(self) -> None:
         self._next_s = time.monotonic() + REPORT_EVERY_S
-        self.world.send(CONTROLLER, ActivityReport(), interval_arrays(self.activity.drain()))
+        self.world.post(CONTROLLER, ActivityReport(), interval_arrays(self.activity.drain()))
 
     def event(self, kind: str, text: str) -> None:
-        self.world.send(CONTROLLER, Event(kind, text))
+        self.world.post(CONTROLLER, Event(kind, text))

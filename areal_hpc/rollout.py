@@ -111,7 +111,7 @@ class Rollout:
             RunError: DEADLINE when a weight update does not arrive completely in time.
             WeightError: an update that arrived is not the one that was announced.
         """
-        self.world.send(CONTROLLER, Ready())
+        self.world.post(CONTROLLER, Ready())
         pause = Backoff()
         while not self.stopped:
             busy = self.handle_messages()
@@ -161,7 +161,7 @@ class Rollout:
             if group.is_complete:
                 header = group.header
                 message = GroupFinished(header.group_id, len(group.prompt), header.purpose)
-                self.world.send(CONTROLLER, message, group.figures(self.clock))
+                self.world.post(CONTROLLER, message, group.figures(self.clock))
                 if header.purpose == "evaluate":
                     del self.groups[header.group_id]
         return bool(results)
@@ -171,7 +171,7 @@ class Rollout:
         if self.credits_to_grant >= self.config.trainer.group_size or (
             self.credits_to_grant and not self.engine.num_running
         ):
-            self.world.send(CONTROLLER, Credits(self.credits_to_grant))
+            self.world.post(CONTROLLER, Credits(self.credits_to_grant))
             self.credits_to_grant = 0
 
     # ------------------------------------------------------------------------------------------------- weights
@@ -195,7 +195,7 @@ class Rollout:
         if swap is not None:
             receive_s = self.receive_s.pop(swap.version)
             cost = (swap.pause_s, swap.interrupted, swap.reprefilled_tokens)
-            self.world.send(CONTROLLER, WeightsLoaded(swap.version, receive_s, *cost))
+            self.world.post(CONTROLLER, WeightsLoaded(swap.version, receive_s, *cost))
 
     # ------------------------------------------------------------------------------------------------ messages
     def handle_messages(self) -> bool:
@@ -231,7 +231,7 @@ class Rollout:
         longest = self.config.rollout.max_prompt_tokens
         if not 1 <= len(prompt) <= longest:
             reason = f"prompt {header.prompt_id} has {len(prompt)} tokens; 1 to {longest} are allowed"
-            self.world.send(CONTROLLER, GroupRefused(header.group_id, reason, header.purpose))
+            self.world.post(CONTROLLER, GroupRefused(header.group_id, reason, header.purpose))
             self.credits_to_grant += header.num_samples
             return
         self.groups[header.group_id] = Group(header, prompt)
@@ -255,9 +255,9 @@ class Rollout:
             by_rank[trainer].append((group_id, sample))
         for trainer, keys in by_rank.items():
             arrays = join([self.groups[group_id].trajectory(sample) for group_id, sample in keys])
-            self.world.send(trainer, Samples(header.step), arrays)
+            self.world.post(trainer, Samples(header.step), arrays)
             if header.also_log:
-                self.world.send(CONTROLLER, Samples(header.step), arrays)
+                self.world.post(CONTROLLER, Samples(header.step), arrays)
         for group_id in set(group_ids.tolist()):
             del self.groups[group_id]
 

@@ -83,7 +83,7 @@ class Trainer:
             RunError: DEADLINE when a batch or its samples do not come in time.
         """
         self.publish()
-        self.world.send(CONTROLLER, Ready())
+        self.world.post(CONTROLLER, Ready())
         self.reporter.activity.switch("idle")
         watch = Stopwatch()
         for batch in self.batches():
@@ -154,7 +154,7 @@ class Trainer:
         sent = self.sender.last
         if sent is not None and sent.version > self.reported_version:
             self.reported_version = sent.version
-            self.world.send(CONTROLLER, WeightsSent(sent.version, sent.num_bytes, sent.snapshot_s, sent.broadcast_s))
+            self.world.post(CONTROLLER, WeightsSent(sent.version, sent.num_bytes, sent.snapshot_s, sent.broadcast_s))
 
     def export(self) -> None:
         """Save this version, if the configuration asks for it."""
@@ -166,7 +166,7 @@ class Trainer:
         """Save the model after the last step."""
         began_s = time.monotonic()
         save_model(self.model, self.tokenizer, self.run_dir.model)
-        self.world.send(CONTROLLER, ModelSaved(str(self.run_dir.model), time.monotonic() - began_s))
+        self.world.post(CONTROLLER, ModelSaved(str(self.run_dir.model), time.monotonic() - began_s))
 
     def dump(self, step: int, trajectories: list[Trajectory | None]) -> None:
         """Keep a batch that gave no finite loss or gradient, for a person to look at."""
@@ -179,7 +179,7 @@ class Trainer:
         if self.sender is not None:
             phases["proximal_s"] = result.phases["proximal_s"]
             phases["update_s"] -= phases["proximal_s"]
-            self.world.send(CONTROLLER, StepFinished(step, self.version, result.skipped, result.stats, phases))
+            self.world.post(CONTROLLER, StepFinished(step, self.version, result.skipped, result.stats, phases))
 
     def wait_for(self, arrived: Callable[[], bool], activity: str, timeout_s: float, what: str) -> None:
         """Handle messages until `arrived()`, or until told to stop."""

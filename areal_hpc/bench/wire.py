@@ -135,13 +135,13 @@ def raw_turn(world: World, data: Array, count: int) -> None:
 def message_turn(world: World, data: Array, count: int) -> None:
     if world.rank == 0:
         for _ in range(count):
-            world.send(1, Block(), {"data": data})
+            world.post(1, Block(), {"data": data})
         answer = world.recv(DEADLINE_S).message
         assert answer == Ping(count), f"expected Ping({count}), got {answer}"
     else:
         for _ in range(count):
             assert world.recv(DEADLINE_S).arrays["data"].shape == data.shape
-        world.send(0, Ping(count))
+        world.post(0, Ping(count))
 
 
 def ping(world: World, count: int) -> float:
@@ -149,9 +149,9 @@ def ping(world: World, count: int) -> float:
     start = time.perf_counter()
     for number in range(count):
         if world.rank == 0:
-            world.send(1, Ping(number))
+            world.post(1, Ping(number))
             answer = world.recv(DEADLINE_S).message
             assert answer == Ping(number), f"expected Ping({number}), got {answer}"
         else:
-            world.send(0, world.recv(DEADLINE_S).message)
+            world.post(0, world.recv(DEADLINE_S).message)
     return count / (time.perf_counter() - start)

@@ -43,10 +43,10 @@ def ring() -> None:
     with World(CHUNKED, attempt=1) as world:
         following = (world.rank + 1) % world.size
         if world.rank == 0:
-            world.send(following, Block(0), {"data": np.array([0], np.uint8)})
+            world.post(following, Block(0), {"data": np.array([0], np.uint8)})
         data = world.recv(WAIT_S).arrays["data"]
         if world.rank:
-            world.send(following, Block(0), {"data": np.append(data, np.uint8(world.rank))})
+            world.post(following, Block(0), {"data": np.append(data, np.uint8(world.rank))})
         else:
             assert data.tolist() == list(range(world.size)), data
 
@@ -66,7 +66,7 @@ def all_to_all(num_messages: str) -> None:
     with World(CHUNKED, attempt=1) as world:
         for number in range(int(num_messages)):
             for dest in range(world.size):
-                world.send(dest, Mixed(number), mixed_arrays(world.rank, dest, number))
+                world.post(dest, Mixed(number), mixed_arrays(world.rank, dest, number))
         expected = [0] * world.size
         for _ in range(int(num_messages) * world.size):
             received = world.recv(WAIT_S)
@@ -84,7 +84,7 @@ def deadline() -> None:
     """A wait that is too long says who was last heard."""
     with World(CHUNKED, attempt=1) as world:
         if world.rank == 0:
-            world.send(1, Note(1))
+            world.post(1, Note(1))
             world.recv(WAIT_S)
         else:
             assert world.recv(WAIT_S).message == Note(1)
@@ -92,14 +92,14 @@ def deadline() -> None:
                 world.recv(0.3)
             except DeadlineExceeded as error:
                 print(error)
-            world.send(0, Note(2))
+            world.post(0, Note(2))
 
 
 def nobody_takes() -> None:
     """A large message to a busy rank: `send` returns, `flush` gives up at its deadline, later everything arrives."""
     with World(LARGE_CHUNKS, attempt=1) as world:
         if world.rank == 0:
-            world.send(1, Block(5), {"data": np.full(4_000_000, 7, np.uint8)})
+            world.post(1, Block(5), {"data": np.full(4_000_000, 7, np.uint8)})
             try:
                 world.flush(0.3)
             except DeadlineExceeded as error:
@@ -116,7 +116,7 @@ def held() -> None:
     with World(LARGE_CHUNKS, attempt=1, held_bytes=3_000_000) as world:
         if world.rank == 0:
             for number in range(5):
-                world.send(1, Block(number), {"data": np.full(1_000_000, number, np.uint8)})
+                world.post(1, Block(number), {"data": np.full(1_000_000, number, np.uint8)})
             progress_until(world, lambda: len(world.unsent()) <= 2, WAIT_S)
             progress_until(world, lambda: len(world.unsent()) < 2, 0.5)
             assert len(world.unsent()) == 2, world.unsent()
@@ -150,7 +150,7 @@ def ignored() -> None:
         else:
             numbers = [world.recv(WAIT_S).message.number for _ in range(3)]
             print(numbers, world.check.duplicates, world.check.stale)
-            world.send(0, Note(0))
+            world.post(0, Note(0))
 
 
 def ship(world: World, message: Message, arrays: dict[str, np.ndarray], sequence: int, attempt: int) -> None:
@@ -244,13 +244,13 @@ def idle(seconds: str) -> None:
         if world.rank == 0:
             time.sleep(float(seconds))
             for dest in range(1, world.size):
-                world.send(dest, Note(0))
+                world.post(dest, Note(0))
             for _ in range(1, world.size):
                 print("cpu", world.recv(WAIT_S).message.number / 1e6)
         else:
             before = time.process_time()
             world.recv(WAIT_S)
-            world.send(0, Note(int((time.process_time() - before) * 1e6)))
+            world.post(0, Note(int((time.process_time() - before) * 1e6)))
 
 
 def large(gib: str) -> None:
@@ -260,7 +260,7 @@ def large(gib: str) -> None:
         if world.rank == 0:
             data = np.zeros(size, np.uint8)
             data[:: 1024**2 + 1] = 0xA5
-            world.send(1, Block(1), {"data": data})
+            world.post(1, Block(1), {"data": data})
             world.flush(300)
         else:
             data = world.recv(300).arrays["data"]

@@ -89,7 +89,7 @@ def test_a_pickle_would_be_found(source):
     [
         "# pickle\n'import pickle'",
         "comm.Send(x, dest=1); comm.Improbe(); comm.Isend(x, 1)",
-        "world.send(1, message); world.recv(5.0)",
+        "world.post(1, message); world.recv(5.0)",
         "logits.gather(-1, index); loss.reduce()",
         "torch.load(path, weights_only=True)",
         "np.load(path); np.load(path, allow_pickle=False)",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from areal_hpc import progress as module
+from areal_hpc.config import Config
 from areal_hpc.datasets import Prompt
 from areal_hpc.evaluation import Evaluation
 from areal_hpc.liveview import LiveView, sparkline
@@ -118,6 +119,22 @@ def test_the_live_view_draws_before_there_is_anything_to_draw(tmp_path):
     from rich.console import Console
 
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(LiveView(RunDir.next_attempt(tmp_path), steps=9).render())
+    config = Config.model_validate(
+        {"steps": 9, "model": {"path": "m"}, "data": {"train": "d"}, "reward": {"function": "a:b"}}
+    )
+    console.print(LiveView(RunDir.next_attempt(tmp_path), config).render())
     text = console.export_text()
     assert "starting ranks" in text and "0/9" in text
+
+
+@pytest.mark.parametrize(("order", "note"), [("admission", "at admission"), ("strict", "(max_staleness 2)")])
+def test_the_summary_says_what_bounds_the_staleness(order, note, tmp_path, capsys):
+    staleness = {"max_staleness": 2, "order": order}
+    config = Config.model_validate(
+        {"staleness": staleness, "model": {"path": "m"}, "data": {"train": "d"}, "reward": {"function": "a:b"}}
+    )
+    figures = {"consumed_tokens": 10, "consumed_tokens_per_s": 2.0, "head_staleness_max": 1, "versions": 9}
+    times = {"wall_s": 5.0, "total_s": 6.0, "why_ended": "last step reached", "pass1_before": 0.25, "pass1_after": None}
+    LiveView(RunDir.next_attempt(tmp_path), config).show_summary(figures | times)
+    text = capsys.readouterr().out
+    assert note in text and "25.0% before, not measured after" in text
