@@ -155,13 +155,15 @@ def test_strict_order_never_exceeds_the_limit(tiny_dir, tmp_path):
 
 @pytest.mark.parametrize("mode, limit", [("sync", 0), ("overlap", 1)])
 def test_the_other_modes(mode, limit, tiny_dir, tmp_path):
-    config = tiny_config(tiny_dir, tmp_path / "run", mode=mode, rollout={"ranks": 2}, steps=4)
+    config = tiny_config(tiny_dir, tmp_path / "run", mode=mode, rollout={"ranks": 2, "temperature": 0.7}, steps=4)
     config["data"]["heldout"] = str(tiny_dir / "heldout.jsonl")
     finished = run(config)
     finished.assert_done()
     assert finished.summary["versions"] == 4
     assert finished.summary["head_staleness_max"] <= limit
     assert set(finished.log().weight_loads.query("version == 4")["rank"]) == {2, 3}
+    if limit == 0:  # sampler and trainer agree on the distribution, temperature included
+        assert finished.log().steps.w_max.max() == pytest.approx(1.0, abs=1e-4)
     assert (finished.log().weight_loads.interrupted == 0).all()
     assert 0 <= finished.summary["pass1_before"] <= 1 and 0 <= finished.summary["pass1_after"] <= 1
 
