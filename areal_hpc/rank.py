@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from areal_hpc.codec import Codec
 from areal_hpc.comm import World
@@ -256,5 +256,14 @@ def run_rollout(config: Config, world: World, clock: RunClock, welcome: Welcome,
     groups.close()
 
 
+def leave(code: int) -> NoReturn:
+    """End the process at once. MPI is finalized and all files are closed by now, but a collective that torch still has
+    pending (its peer failed) would hold the interpreter's exit until the collective's own deadline."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
