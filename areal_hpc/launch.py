@@ -124,6 +124,8 @@ class LocalRun:
     def watch(self, began_s: float) -> int:
         """Run to the end; returns the exit code of the run."""
         view = LiveView(self.run_dir, self.config)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda n, _: self.ask_to_stop(n))
         process = subprocess.Popen(
             self.command,
             env=environment(),
@@ -132,8 +134,6 @@ class LocalRun:
             stdout=view.stdout,
             stderr=view.stderr,
         )
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda n, _: self.ask_to_stop(n))
         try:
             with view.attached(process):
                 while process.poll() is None:
