@@ -43,7 +43,7 @@ _PROGRESS_S = 4.0
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is built. Chosen so that 0.34 M parameters learn the task in well under a minute of one core.
+    """What is built. Chosen so that 0.34 M parameters learn the task in about a minute of one core.
 
     Attributes:
         tokens_per_step: lower bound of the tokens of one optimizer step, prompts included.

@@ -4,8 +4,8 @@ r"""The demo task: the greatest common divisor of two numbers, every subtraction
     96-63=33;63-33=30;33-30=03; ... 03-03=00;\boxed{3}  a flawless response
 
 The number of steps of Euclid's algorithm by subtraction is long-tailed by nature, as the lengths of reasoning are.
-The demonstrator below knows the method but is sloppy: it gives up early and guesses, or slips in a difference. A model
-that imitates it has the skill and bad habits, and reinforcement learning has something to repair.
+The demonstrator below knows the method but is sloppy: it often gives up early and guesses. A model that imitates it has
+the skill and a bad habit, and reinforcement learning has something to repair.
 
 The standard library only: reward workers import this file.
 """
