@@ -229,6 +229,11 @@ class DeadlinesConfig(Section):
     exit_s: Seconds = 30.0
     """From the decision to end until every process is gone."""
 
+    @property
+    def silence_s(self) -> float:
+        """After so long without a word the controller must be lost: it allows itself an evaluation and a step."""
+        return 2 * self.step_s + self.startup_s
+
 
 class Config(Section):
     """One run of areal_hpc."""

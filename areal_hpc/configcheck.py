@@ -83,11 +83,6 @@ def check_config(path: Path, overrides: Sequence[str] = ()) -> Checked:
     return Checked(config, problems)
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of `check_config` without its warnings; the caller resolves the mode."""
-    return check_config(path, overrides).config
-
-
 # --------------------------------------------------------------------------------------------------------- YAML
 @dataclass
 class _Document:

@@ -48,9 +48,9 @@ from areal_hpc.messages import (
     WeightsLoaded,
     WeightsSent,
 )
-from areal_hpc.preflight import RunClock, role_of, rollout_ranks, trainer_ranks
+from areal_hpc.preflight import RunClock, role_of, rollout_ranks, trainer_ranks, unusable
 from areal_hpc.progress import Progress
-from areal_hpc.reporting import interval_arrays
+from areal_hpc.reporting import interval_arrays, num_ignored
 from areal_hpc.runlog_writer import RunLogWriter
 from areal_hpc.shipment import split
 from areal_hpc.waiting import Backoff
@@ -113,6 +113,7 @@ class Controller:
         self.model_saved = False
         self.skipped_in_a_row = 0
         self.log_s = 0.0
+        self.num_ignored_told = 0
         self.progressed_s = time.monotonic()
 
     # ----------------------------------------------------------------------------------------------- the story
@@ -296,8 +297,8 @@ class Controller:
                 self.event("model_saved", f"{path} in {seconds:.1f} s", source)
             case RankFailed(code, reason):
                 raise RunError(Exit(code), f"rank {source} ({role_of(source, self.config)}) {reason}")
-            case other:
-                raise RunError(Exit.FAILED, f"the controller cannot use {type(other).__name__} from rank {source}")
+            case _:
+                raise unusable(self.world, self.config, received)
 
     def group_finished(self, header: GroupFinished, arrays: dict[str, np.ndarray]) -> None:
         if header.purpose == "evaluate":
@@ -360,6 +361,9 @@ class Controller:
         self.log.event(self.clock.now(), kind, text, rank)
 
     def flush(self) -> None:
+        if (count := num_ignored(self.world)) > self.num_ignored_told:
+            self.num_ignored_told = count
+            self.event("messages_ignored", f"{count} doubled or stale messages ignored so far on the controller")
         self.log_activity(interval_arrays(self.activity.drain()), self.world.rank)
         with self.activity("log"):
             self.log_s += self.log.flush()
@@ -380,7 +384,6 @@ class Controller:
         """
         pause = Backoff()
         while not done():
-            self.world.progress()
             received = self.world.poll()
             if received is not None:
                 self.handle(received)

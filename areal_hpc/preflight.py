@@ -50,6 +50,12 @@ def rollout_ranks(config: Config) -> list[int]:
     return list(range(1 + config.trainer.ranks, config.world_size))
 
 
+def unusable(world: World, config: Config, received: Received) -> RunError:
+    """A message that does not belong to this rank's role."""
+    role, name = role_of(world.rank, config), type(received.message).__name__
+    return RunError(Exit.FAILED, f"{role} rank {world.rank} cannot use {name} from rank {received.source}")
+
+
 def check_world(world: World, config: Config, component: str | None) -> None:
     """Compare what the launcher gave this process with the configuration, before anything else.
 

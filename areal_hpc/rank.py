@@ -10,6 +10,7 @@ code. Whoever does not answer within `deadlines.exit_s` (stuck in a collective, 
 from __future__ import annotations
 
 import argparse
+import errno
 import faulthandler
 import logging
 import os
@@ -70,7 +71,7 @@ def as_run_error(error: Exception) -> RunError:
         return error
     frame = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{Path(frame.filename).name}:{frame.lineno}"
-    code = Exit.DISK if isinstance(error, OSError) and error.errno in (28, 122) else Exit.FAILED
+    code = Exit.DISK if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) else Exit.FAILED
     return RunError(code, f"{type(error).__name__}: {error} ({place})")
 
 
@@ -140,7 +141,6 @@ def say_farewell(world: World, reason: str, timeout_s: float) -> list[int]:
     pause = Backoff()
     deadline_s = time.monotonic() + timeout_s
     while silent and time.monotonic() < deadline_s:
-        world.progress()
         received = world.poll()
         if received is None:
             pause.sleep()
@@ -191,7 +191,6 @@ def report_failure(world: World, failure: RunError, timeout_s: float) -> None:
         pause = Backoff()
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
-            world.progress()
             received = world.poll()
             if received is None:
                 pause.sleep()

@@ -23,6 +23,11 @@ def interval_arrays(intervals: list[Interval]) -> dict[str, np.ndarray]:
     }
 
 
+def num_ignored(world: World) -> int:
+    """Messages this rank has ignored because they came twice or from another attempt."""
+    return world.check.duplicates + world.check.stale
+
+
 class Reporter:
     """Sends the intervals of `activity` about once a second; a sign of life at the same time."""
 
@@ -30,6 +35,7 @@ class Reporter:
         self.world = world
         self.activity = ActivityRecorder(clock.now, "startup")
         self._next_s = time.monotonic() + REPORT_EVERY_S
+        self._num_ignored_told = 0
 
     def tick(self) -> None:
         """Cheap; call it in every loop."""
@@ -39,6 +45,9 @@ class Reporter:
     def send(self) -> None:
         self._next_s = time.monotonic() + REPORT_EVERY_S
         self.world.post(CONTROLLER, ActivityReport(), interval_arrays(self.activity.drain()))
+        if (count := num_ignored(self.world)) > self._num_ignored_told:
+            self._num_ignored_told = count
+            self.event("messages_ignored", f"{count} doubled or stale messages ignored so far on this rank")
 
     def event(self, kind: str, text: str) -> None:
         self.world.post(CONTROLLER, Event(kind, text))

@@ -7,6 +7,7 @@ trainer rank they go to. A prompt is never dropped: what cannot be generated is 
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -35,7 +36,7 @@ from areal_hpc.messages import (
     WeightsLoaded,
 )
 from areal_hpc.models import eos_ids, load_model, load_tokenizer, named_weights
-from areal_hpc.preflight import CONTROLLER, RunClock
+from areal_hpc.preflight import CONTROLLER, RunClock, unusable
 from areal_hpc.process_group import ProcessGroups
 from areal_hpc.reporting import Reporter
 from areal_hpc.rewards import RewardResult, RewardService
@@ -102,17 +103,20 @@ class Rollout:
         self.receiving = False
         self.receive_s: dict[int, float] = {}
         self.credits_to_grant = config.rollout.slots + config.trainer.group_size
+        self.heard_s = time.monotonic()
+        self.num_restarts_told = 0
         self.stopped = False
 
     def run(self) -> None:
         """Generate until told to stop.
 
         Raises:
-            RunError: DEADLINE when a weight update does not arrive completely in time.
+            RunError: DEADLINE when a weight update does not arrive completely in time, or the controller is silent.
             WeightError: an update that arrived is not the one that was announced.
         """
         self.world.post(CONTROLLER, Ready())
         pause = Backoff()
+        silence_s = self.config.deadlines.silence_s
         while not self.stopped:
             busy = self.handle_messages()
             busy |= self.take_weights()
@@ -121,8 +125,11 @@ class Rollout:
             self.grant_credits()
             if busy:
                 pause.reset()
-            else:
-                pause.sleep()
+                continue
+            if time.monotonic() - self.heard_s > silence_s:
+                reason = f"rollout rank {self.world.rank} heard nothing from the controller for {silence_s:.0f} s"
+                raise RunError(Exit.DEADLINE, reason)
+            pause.sleep()
 
     # ------------------------------------------------------------------------------------------------ decoding
     def decode(self) -> bool:
@@ -149,6 +156,9 @@ class Rollout:
 
     def take_rewards(self) -> bool:
         results = self.rewards.poll()
+        if self.rewards.num_restarts > self.num_restarts_told:
+            self.num_restarts_told = self.rewards.num_restarts
+            self.reporter.event("reward_worker_replaced", f"{self.num_restarts_told} replaced so far on this rank")
         for result in results:
             group = self.groups.get(result.key[0])
             if group is None:
@@ -203,6 +213,7 @@ class Rollout:
         busy = False
         while (received := self.world.poll()) is not None:
             self.handle(received)
+            self.heard_s = time.monotonic()
             busy = True
         return busy
 
@@ -220,11 +231,8 @@ class Rollout:
                 self.versions_to_load.append(version)
             case Stop():
                 self.stopped = True
-            case other:
-                name = type(other).__name__
-                raise RunError(
-                    Exit.FAILED, f"rollout rank {self.world.rank} cannot use {name} from rank {received.source}"
-                )
+            case _:
+                raise unusable(self.world, self.config, received)
 
     def admit(self, header: AdmitGroup) -> None:
         prompt = tuple(self.tokenizer(header.prompt).input_ids)

@@ -21,7 +21,7 @@ from areal_hpc.faults import fault
 from areal_hpc.learner import Batch, Learner, StepResult
 from areal_hpc.messages import ModelSaved, Ready, Samples, SaveModel, StepFinished, Stop, TrainBatch, WeightsSent
 from areal_hpc.models import load_model, load_tokenizer, named_weights, save_model
-from areal_hpc.preflight import CONTROLLER, RunClock, trainer_ranks
+from areal_hpc.preflight import CONTROLLER, RunClock, trainer_ranks, unusable
 from areal_hpc.process_group import ProcessGroups
 from areal_hpc.reporting import Reporter
 from areal_hpc.rundir import RunDir
@@ -104,7 +104,7 @@ class Trainer:
     def batches(self) -> Iterator[Announced]:
         """The batches of the run, as the controller announces them, until it says Stop."""
         while True:
-            self.wait_for(lambda: bool(self.announced), "wait_batch", self.config.deadlines.step_s, "the next batch")
+            self.wait_for(lambda: bool(self.announced), "wait_batch", self.config.deadlines.silence_s, "the next batch")
             if self.stopped:
                 return
             yield self.announced.pop(0)
@@ -209,8 +209,5 @@ class Trainer:
                 self.save()
             case Stop():
                 self.stopped = True
-            case other:
-                name = type(other).__name__
-                raise RunError(
-                    Exit.FAILED, f"trainer rank {self.world.rank} cannot use {name} from rank {received.source}"
-                )
+            case _:
+                raise unusable(self.world, self.config, received)

@@ -86,6 +86,17 @@ def test_exception_on_one_rank(fault, where, tiny_dir, tmp_path):
     assert processes_of(config) == []
 
 
+@pytest.mark.slow
+def test_a_controller_that_is_silent_is_taken_for_lost(tiny_dir, tmp_path):
+    """SIGSTOP of the controller: the others end the world after 2 * step_s + startup_s, and nothing stays behind."""
+    deadlines = {"step_s": 4.0, "startup_s": 25.0, "exit_s": 4.0}
+    config = tiny_config(tiny_dir, tmp_path / "run", steps=100_000, deadlines=deadlines)
+    finished = run(config, environment={VARIABLE: "stop@controller.compose#0*2"})
+    assert finished.returncode == Exit.DEADLINE
+    assert "heard nothing from the controller for 33 s" in finished.stderr + finished.rank_logs()
+    wait_until(lambda: processes_of(config) == [], GONE_S, "all processes to be gone")
+
+
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_killed_rank_takes_the_world_with_it(rank, tiny_dir, tmp_path):
     point = ["controller.compose", "trainer.batch", "rollout.decode"][rank]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from areal_hpc import check
 from areal_hpc.config import Config
-from areal_hpc.configcheck import ConfigErrors, Problem, check_config, load_config
+from areal_hpc.configcheck import ConfigErrors, Problem, check_config
 from areal_hpc.configschema import explain, nearest
 from areal_hpc.configschema import settings as all_settings
 from areal_hpc.exits import Exit
@@ -25,6 +25,10 @@ model: {path: model}
 data: {train: train.jsonl}
 reward: {function: "reward.py:score"}
 """
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    return check_config(path, overrides).config
 
 
 @pytest.fixture(autouse=True)
