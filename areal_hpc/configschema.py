@@ -136,6 +136,7 @@ def _shown_default(setting: Setting) -> str:
 def _as_yaml(value: Any) -> str:
     if isinstance(value, Section):
         return "{...}"
+    value = list(value) if isinstance(value, tuple) else value
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
 
 
@@ -165,6 +166,8 @@ def _legal(hint: Any) -> str:
     if get_origin(hint) is Literal:
         *first, last = get_args(hint)
         return f"{', '.join(first)} or {last}" if first else str(last)
+    if get_origin(hint) is tuple:
+        return f"a list, each item {_legal(get_args(hint)[0])}"
     return _BASES.get(hint, "a mapping of settings")
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import os
 import shutil
 import signal
@@ -12,12 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from areal_hpc.attempt import begin
 from areal_hpc.check import facts
-from areal_hpc.config import Config, PrepareConfig
-from areal_hpc.configcheck import check_config
+from areal_hpc.config import Config
 from areal_hpc.exits import MEANING, Exit, RunError
 from areal_hpc.liveview import LiveView
 from areal_hpc.rundir import RunDir, read_json, write_json
@@ -32,11 +30,8 @@ def main(argv: Sequence[str]) -> int:
         return int(Exit.CONFIG)
     began_s = time.monotonic()
     try:
-        checked = check_config(Path(argv[0]), argv[1:])
-        if checked.config.prepare is not None:
-            prepare(checked.config.prepare)
-            checked = check_config(Path(argv[0]), argv[1:])
         mpiexec = find_mpiexec()
+        checked, run_dir = begin(Path(argv[0]), argv[1:])
     except RunError as error:
         print(error.reason, file=sys.stderr)
         return int(error.code)
@@ -44,30 +39,8 @@ def main(argv: Sequence[str]) -> int:
         print("areal-hpc: stopped before the run began", file=sys.stderr)
         return int(Exit.INTERRUPTED)
     config = checked.config.resolved()
-    run_dir = RunDir.next_attempt(Path(config.run_dir))
-    run_dir.config.write_text(config.to_yaml(), encoding="utf-8")
-    shutil.copy(run_dir.config, run_dir.attempt_dir / "config.resolved.yaml")
     print(f"{facts(checked)}\n  attempt  {run_dir.attempt}", flush=True)
     return LocalRun(config, run_dir, command_line(mpiexec, config, run_dir)).watch(began_s)
-
-
-def prepare(settings: PrepareConfig) -> None:
-    """Call the configured function with its directory; it returns at once when all is there already."""
-    load_function(settings.function)(Path(settings.directory))
-
-
-def load_function(name: str) -> Callable[..., object]:
-    """`package.module:function` or `/path/file.py:function`."""
-    module_name, _, function = name.rpartition(":")
-    if module_name.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(Path(module_name).stem, module_name)
-        if spec is None or spec.loader is None:
-            raise RunError(Exit.CONFIG, f"areal-hpc: cannot load {module_name}")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(module_name)
-    return getattr(module, function)
 
 
 def find_mpiexec() -> str:
@@ -84,15 +57,7 @@ def command_line(mpiexec: str, config: Config, run_dir: RunDir) -> list[str]:
     """One MPI world of two components, in rank order: controller and trainers, then rollouts."""
 
     def component(name: str, ranks: int) -> list[str]:
-        rank = [
-            sys.executable,
-            "-m",
-            "areal_hpc.rank",
-            "--run-dir",
-            str(run_dir.root),
-            "--attempt",
-            str(run_dir.attempt),
-        ]
+        rank = [sys.executable, "-m", "areal_hpc.rank", str(run_dir.attempt_dir)]
         return ["-n", str(ranks), *rank, "--component", name]
 
     return [mpiexec, *component("trainer", 1 + config.trainer.ranks), ":", *component("rollout", config.rollout.ranks)]

@@ -70,12 +70,12 @@ def check_world(world: World, config: Config, component: str | None) -> None:
             f"1 controller + {config.trainer.ranks} trainer + {config.rollout.ranks} rollout",
         )
     role = role_of(world.rank, config)
-    expected = "rollout" if role == "rollout" else "trainer"
-    if component is not None and component != expected:
+    expected = {"controller": ("trainer", "head")}.get(role, (role,))
+    if component is not None and component not in expected:
         raise RunError(
             Exit.PREFLIGHT,
             f"rank {world.rank} was started in component {component} but is a {role}, "
-            f"which belongs to component {expected}",
+            f"which belongs to component {' or '.join(expected)}",
         )
 
 

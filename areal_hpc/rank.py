@@ -1,6 +1,6 @@
 """What mpiexec and srun start: one rank of a run.
 
-    python -m areal_hpc.rank --run-dir RUN --attempt N [--component trainer|rollout]
+    python -m areal_hpc.rank RUN/attempt_N [--component head|trainer|rollout]
 
 How a rank ends. Healthy: the controller sends Stop, the rank answers Farewell and finalizes MPI. A failure on any
 rank goes to the controller as RankFailed; the controller writes down why, sends Stop to all, and returns the exit
@@ -39,11 +39,10 @@ log = logging.getLogger("areal_hpc")
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="areal_hpc.rank", description="one rank of a run; started by mpiexec or srun")
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--attempt", type=int, required=True)
-    parser.add_argument("--component", choices=["trainer", "rollout"])
+    parser.add_argument("attempt_dir", type=Path)
+    parser.add_argument("--component", choices=["head", "trainer", "rollout"])
     arguments = parser.parse_args(argv)
-    run_dir = RunDir(arguments.run_dir, arguments.attempt)
+    run_dir = RunDir.of(arguments.attempt_dir)
     config = load_resolved(run_dir.config)
     world = World(Codec(MESSAGE_TYPES), run_dir.attempt)
     start_logging(run_dir.rank_log(world.rank))

@@ -1,9 +1,11 @@
 """The files of a run: where each is, and how the small ones are written.
 
-RUN/config.resolved.yaml      what every rank reads and compares at start
+RUN/attempt_N/config.resolved.yaml   what every rank reads and compares at start
+RUN/attempt_N/rank_RRRR.log   one log per rank
+RUN/attempt_N/batch.sbatch    the script Slurm ran, if it did
+RUN/slurm/                    scripts and output of jobs, by job id
 RUN/status.json               replaced atomically after every step; last of all it says why the run ended
 RUN/summary.json              figures of a run that came to its end
-RUN/attempt_N/rank_RRRR.log   one log per rank
 RUN/log/attempt_N.h5          the run log (runlog.RunLog reads it)
 RUN/weights/version_N/        exports of single versions, if asked for
 RUN/model/                    the model after the last step, in Hugging Face layout
@@ -40,9 +42,22 @@ class RunDir:
                 (root / "log").mkdir(exist_ok=True)
                 return cls(root, attempt)
 
+    @classmethod
+    def of(cls, attempt_dir: Path) -> RunDir:
+        """The attempt whose directory this is, `RUN/attempt_N`."""
+        return cls(attempt_dir.parent, int(attempt_dir.name.removeprefix("attempt_")))
+
     @property
     def config(self) -> Path:
-        return self.root / "config.resolved.yaml"
+        return self.attempt_dir / "config.resolved.yaml"
+
+    @property
+    def batch_script(self) -> Path:
+        return self.attempt_dir / "batch.sbatch"
+
+    @property
+    def slurm(self) -> Path:
+        return self.root / "slurm"
 
     @property
     def status(self) -> Path:

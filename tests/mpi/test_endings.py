@@ -172,7 +172,7 @@ def rank_command(config: dict) -> list[str]:
     resolved = Config.model_validate(config).resolved()
     run_dir = RunDir.next_attempt(Path(config["run_dir"]))
     run_dir.config.write_text(resolved.to_yaml())
-    return [sys.executable, "-m", "areal_hpc.rank", "--run-dir", str(run_dir.root), "--attempt", "1"]
+    return [sys.executable, "-m", "areal_hpc.rank", str(run_dir.attempt_dir)]
 
 
 def outcome(*command: str) -> tuple[int, str]:

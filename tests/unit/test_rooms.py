@@ -18,7 +18,7 @@ FLOORS = [
     """comm warm_blocks process_group weights runlog runlog_writer datasets reward_worker rewards rundir engines
     preflight reporting bookkeeping evaluation progress""",
     "controller trainer rollout",
-    "rank launch liveview check cli demo bench",
+    "rank attempt launch liveview check cli demo bench",
 ]
 ROLES = {"controller", "trainer", "rollout"}
 ROOMS = {

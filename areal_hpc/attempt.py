@@ -1,0 +1,69 @@
+"""The beginning of an attempt, on this machine under mpiexec or on the first node of a job: check, prepare, make room.
+
+    python -m areal_hpc.attempt CONFIG [a.b=value ...]
+
+prints the directory of the new attempt, which is all that its ranks need to know.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from areal_hpc.config import PrepareConfig
+from areal_hpc.configcheck import Checked, check_config
+from areal_hpc.exits import Exit, RunError
+from areal_hpc.rundir import RunDir
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        _, run_dir = begin(Path(argv[0]), argv[1:])
+    except RunError as error:
+        print(error.reason, file=sys.stderr)
+        return int(error.code)
+    print(run_dir.attempt_dir)
+    return int(Exit.DONE)
+
+
+def begin(path: Path, overrides: Sequence[str]) -> tuple[Checked, RunDir]:
+    """Check a configuration, make what it prepares, and open the next attempt of its run.
+
+    Raises:
+        ConfigErrors: it is not usable, before or after the preparation.
+        RunError: CONFIG, what prepares cannot be loaded.
+    """
+    checked = check_config(path, overrides)
+    if checked.config.prepare is not None:
+        prepare(checked.config.prepare)
+        checked = check_config(path, overrides)
+    config = checked.config.resolved()
+    run_dir = RunDir.next_attempt(Path(config.run_dir))
+    run_dir.config.write_text(config.to_yaml(), encoding="utf-8")
+    return checked, run_dir
+
+
+def prepare(settings: PrepareConfig) -> None:
+    """Call the configured function with its directory; it returns at once when all is there already."""
+    load_function(settings.function)(Path(settings.directory))
+
+
+def load_function(name: str) -> Callable[..., object]:
+    """`package.module:function` or `/path/file.py:function`."""
+    module_name, _, function = name.rpartition(":")
+    if module_name.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(Path(module_name).stem, module_name)
+        if spec is None or spec.loader is None:
+            raise RunError(Exit.CONFIG, f"areal-hpc: cannot load {module_name}")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(module_name)
+    return getattr(module, function)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
