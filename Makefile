@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 run_dir ?=
 args ?=
 
-.PHONY: run test test-all lint clean
+.PHONY: run test test-all lint scripts clean
 
 run: $(VENV)/.installed
 	$(BIN)/areal-hpc run configs/demo.yaml $(if $(run_dir),"run_dir=$(run_dir)") $(args)
@@ -20,6 +20,12 @@ test-all: $(VENV)/.installed-dev
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check areal_hpc tests
 	$(BIN)/mypy areal_hpc
+
+# Every script in slurm/ names the command that makes it; this makes them anew.
+scripts: $(VENV)/.installed
+	for script in slurm/*.sbatch; do \
+	  sed -n 's/^# areal-hpc //p' "$$script" | xargs $(BIN)/areal-hpc > "$$script.new" && mv "$$script.new" "$$script"; \
+	done
 
 clean:
 	rm -rf $(VENV) .cache runs build *.egg-info

@@ -2,17 +2,20 @@
 
     python -m areal_hpc.attempt CONFIG [a.b=value ...]
 
-prints the directory of the new attempt, which is all that its ranks need to know.
+prints the directory of the new attempt, which is all that its ranks need to know. The batch script is kept there.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from areal_hpc.check import facts
 from areal_hpc.config import PrepareConfig
 from areal_hpc.configcheck import Checked, check_config
 from areal_hpc.exits import Exit, RunError
@@ -20,12 +23,17 @@ from areal_hpc.rundir import RunDir
 
 
 def main(argv: Sequence[str]) -> int:
+    result = os.dup(1)  # what `$(...)` of the batch script takes; whatever the preparation prints is for people
+    os.dup2(2, 1)
     try:
-        _, run_dir = begin(Path(argv[0]), argv[1:])
+        checked, run_dir = begin(Path(argv[0]), argv[1:])
     except RunError as error:
         print(error.reason, file=sys.stderr)
         return int(error.code)
-    print(run_dir.attempt_dir)
+    print(f"{facts(checked)}\n  attempt  {run_dir.attempt}", flush=True)
+    if script := os.environ.get("AREAL_HPC_BATCH_SCRIPT"):
+        shutil.copy(script, run_dir.batch_script)
+    os.write(result, f"{run_dir.attempt_dir}\n".encode())
     return int(Exit.DONE)
 
 

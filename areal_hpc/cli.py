@@ -10,6 +10,9 @@ from areal_hpc.exits import Exit
 
 COMMANDS = {
     "run": ("areal_hpc.launch", "run a configuration on this machine"),
+    "submit": ("areal_hpc.submission", "put a run into the Slurm queue"),
+    "sweep": ("areal_hpc.sweep", "put many runs into the queue, look after them, tabulate them"),
+    "doctor": ("areal_hpc.doctor", "tell whether a Slurm allocation can carry a run"),
     "check": ("areal_hpc.check", "check a configuration and explain every field"),
     "bench": ("areal_hpc.bench.menu", "measure this machine: wire, weights, engine, packing, log"),
 }

@@ -19,6 +19,7 @@ import yaml
 from pydantic import ValidationError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from areal_hpc import slurmrules  # noqa: F401 - its rules join those of configrules
 from areal_hpc.config import Config
 from areal_hpc.configrules import Problem, broken_rules
 from areal_hpc.configschema import Setting, list_members, members, nearest, required_under, settings
@@ -63,19 +64,20 @@ class ConfigErrors(RunError):
         return "\n".join(out)
 
 
-def check_config(path: Path, overrides: Sequence[str] = ()) -> Checked:
-    """Read, override and check a configuration.
+def check_config(path: Path, overrides: Sequence[str] = (), files_are_elsewhere: bool = False) -> Checked:
+    """Read, override and check a configuration; `files_are_elsewhere` makes missing files a warning.
 
     Raises ConfigErrors: with all problems at once; only a file that is no YAML ends the search early.
     """
-    document = _read_file(path)
+    document = read_file(path)
     problems = document.problems
     problems += _override(document, overrides)
+    problems += _add_site(document)
     config, malformed = _validate(document.data)
     problems += malformed
     if config is not None:
         problems += _unstorable(config)
-        problems += broken_rules(config, {problem.where for problem in problems})
+        problems += broken_rules(config, {problem.where for problem in problems}, files_are_elsewhere)
     problems.sort(key=lambda problem: _position(problem.where, document.places))
     fatal = [problem for problem in problems if problem.fatal]
     if fatal or config is None:
@@ -91,7 +93,8 @@ class _Document:
     problems: list[Problem] = field(default_factory=list)
 
 
-def _read_file(path: Path) -> _Document:
+def read_file(path: Path) -> _Document:
+    """A YAML mapping with the line of every key; raises ConfigErrors when it is none."""
     document = _Document()
     try:
         raw = path.read_bytes()
@@ -106,7 +109,7 @@ def _read_file(path: Path) -> _Document:
         raise ConfigErrors([Problem(str(path), f"cannot be read as YAML: {error}")], str(path)) from None
     if not isinstance(value, (dict, type(None))):
         raise ConfigErrors(
-            [Problem(str(path), f"must be a mapping of settings, got {_shown(value)}", section="")], str(path)
+            [Problem(str(path), f"must be a mapping of settings, got {shown(value)}", section="")], str(path)
         )
     document.data = value or {}
     return document
@@ -209,6 +212,31 @@ def _put(data: dict[str, Any], parts: list[str], value: Any) -> None:
     data[leaf] = value
 
 
+# --------------------------------------------------------------------------------------------------------- site
+def _add_site(document: _Document) -> list[Problem]:
+    """Lay the settings of the file that `slurm.site` names under the data; returns what is wrong with that file."""
+    slurm = document.data.get("slurm")
+    name = slurm.get("site") if isinstance(slurm, dict) else None
+    if not isinstance(name, str):
+        return []
+    try:
+        site = read_file(Path(name))
+    except ConfigErrors as errors:
+        return [Problem("slurm.site", str(problem)) for problem in errors.problems]
+    document.data = _laid_under(site.data, document.data)
+    for setting, (line, words) in site.places.items():
+        document.places.setdefault(setting, (line, f"{name} {words}"))
+    return site.problems
+
+
+def _laid_under(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Both mappings in one; where both give a value, that of `above` counts."""
+    both = {
+        k: _laid_under(below[k], v) for k, v in above.items() if isinstance(v, dict) and isinstance(below.get(k), dict)
+    }
+    return below | above | both
+
+
 # --------------------------------------------------------------------------------------------------- validation
 def _validate(data: dict[str, Any]) -> tuple[Config | None, list[Problem]]:
     """What pydantic rejects, and the configuration that is left without it, to be looked at by the other rules."""
@@ -250,7 +278,7 @@ def _translate(error: ValidationError) -> Iterator[tuple[tuple[str, ...], Proble
                 loc = loc[:-1]
             setting = settings()[".".join(loc)]
             value = entry["input"]
-            yield loc, Problem(setting.name, f"{setting.must_be}, got {_shown(value)}", _advice(setting, value))
+            yield loc, Problem(setting.name, f"{setting.must_be}, got {shown(value)}", _advice(setting, value))
 
 
 def _unstorable(config: Config) -> Iterator[Problem]:
@@ -260,9 +288,9 @@ def _unstorable(config: Config) -> Iterator[Problem]:
         for part in setting.name.split("."):
             value = getattr(value, part, None)
         if isinstance(value, int) and value > _LARGEST:
-            yield Problem(setting.name, f"must be at most 2^63 - 1, got {_shown(value)}")
+            yield Problem(setting.name, f"must be at most 2^63 - 1, got {shown(value)}")
         elif isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
-            yield Problem(setting.name, f"must be text, got half a character in {_shown(value)}")
+            yield Problem(setting.name, f"must be text, got half a character in {shown(value)}")
 
 
 def _unknown(loc: tuple[str, ...]) -> Problem:
@@ -301,7 +329,7 @@ def _as_whole(text: str) -> str:
     return f"write {int(number)}" if abs(number) < 1e15 and number == int(number) else ""
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value as it would be written in YAML, cut to a readable length."""
     if isinstance(value, (dict, list)):
         return "a mapping" if isinstance(value, dict) else "a list"

@@ -14,7 +14,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -44,25 +44,29 @@ class Problem:
 
 
 Rule = Callable[[Config], Iterator[Problem]]
-RULES: list[tuple[tuple[str, ...], Rule]] = []
-"""Every rule with the dotted paths it concerns, in the order in which they run."""
+RULES: list[tuple[tuple[str, ...], Rule, bool]] = []
+"""Every rule with the dotted paths it concerns, in the order in which they run, and whether it looks at files."""
 
 
-def rule(*concerns: str) -> Callable[[Rule], Rule]:
+def rule(*concerns: str, files: bool = False) -> Callable[[Rule], Rule]:
     def add(function: Rule) -> Rule:
-        RULES.append((concerns, function))
+        RULES.append((concerns, function, files))
         return function
 
     return add
 
 
-def broken_rules(config: Config, already_wrong: set[str]) -> list[Problem]:
-    """Problems of all rules that concern none of the settings in `already_wrong`, nor anything above or below them."""
+def broken_rules(config: Config, already_wrong: set[str], files_are_elsewhere: bool = False) -> list[Problem]:
+    """Problems of all rules that concern none of the settings in `already_wrong`, nor anything above or below them.
+
+    With `files_are_elsewhere` what is wrong with files is not fatal.
+    """
     problems: list[Problem] = []
-    for concerns, function in RULES:
+    for concerns, function, files in RULES:
         if not any(_overlap(path, wrong) for path in concerns for wrong in already_wrong):
             try:
-                problems += function(config)
+                found = list(function(config))
+                problems += [replace(p, fatal=False) for p in found] if files and files_are_elsewhere else found
             except OSError as error:  # a path too long, a directory that may not be searched, a stale mount
                 problems.append(Problem(concerns[0], f"cannot be checked: {error}"))
     return problems
@@ -137,8 +141,30 @@ def mode_wins(c: Config) -> Iterator[Problem]:
         yield Problem("rollout.interrupt", f"true has no effect, mode {c.mode} does not interrupt", fatal=False)
 
 
+# --------------------------------------------------------------------------------------------------- simulation
+@rule("rollout.engine", "trainer.engine")
+def simulated_together(c: Config) -> Iterator[Problem]:
+    rollout, trainer = c.rollout.engine, c.trainer.engine
+    if (rollout == "simulated") != (trainer == "simulated"):
+        yield Problem(
+            "trainer.engine",
+            f"is {trainer} but rollout.engine is {rollout}: a simulated one has neither weights nor answers to pass on",
+            "set both to simulated, or neither",
+        )
+
+
+@rule("simulation", "rollout.engine", "reward.function")
+def simulation_is_meant(c: Config) -> Iterator[Problem]:
+    if c.is_simulated:
+        return
+    if "simulation" in c.model_fields_set:
+        yield Problem("simulation", "has no effect, rollout.engine is not simulated", fatal=False)
+    if c.reward.function == "areal_hpc.simulation:reward":
+        yield Problem("reward.function", f"{c.reward.function} scores nothing", "name the function of your task")
+
+
 # -------------------------------------------------------------------------------------------------------- files
-@rule("run_dir")
+@rule("run_dir", files=True)
 def run_dir_can_be_made(c: Config) -> Iterator[Problem]:
     place = Path(os.path.abspath(c.run_dir))
     while not os.path.lexists(place):
@@ -149,10 +175,10 @@ def run_dir_can_be_made(c: Config) -> Iterator[Problem]:
         yield Problem("run_dir", f"{c.run_dir} cannot be made, you may not write in {place}", "name another one")
 
 
-@rule("model.path", "prepare")
+@rule("model.path", "prepare", "rollout.engine", files=True)
 def model_is_there(c: Config) -> Iterator[Problem]:
     path = Path(c.model.path)
-    if _prepared(c, path):
+    if c.is_simulated or _prepared(c, path):
         return
     if not path.is_dir():
         yield Problem(
@@ -170,7 +196,7 @@ def model_is_there(c: Config) -> Iterator[Problem]:
         yield Problem("model.path", f"{path} is no Hugging Face model, it lacks {', '.join(missing)}")
 
 
-@rule("data.heldout", "data.train", "prepare")
+@rule("data.heldout", "data.train", "prepare", files=True)
 def heldout_is_there(c: Config) -> Iterator[Problem]:
     if c.data.heldout is None:
         return
@@ -187,7 +213,7 @@ def fields_differ(c: Config) -> Iterator[Problem]:
         yield Problem("data.id_field", f'must not be the prompt field too, got "{c.data.id_field}"')
 
 
-@rule("data.train", "prepare")
+@rule("data.train", "prepare", files=True)
 def train_holds_prompts(c: Config) -> Iterator[Problem]:
     path = Path(c.data.train)
     if not path.is_file():
@@ -200,7 +226,7 @@ def train_holds_prompts(c: Config) -> Iterator[Problem]:
         yield Problem("data.train", f"{path} cannot be read: {error}")
 
 
-@rule("trainer.batch_size", "steps", "data.train", "data.epochs", "prepare")
+@rule("trainer.batch_size", "steps", "data.train", "data.epochs", "prepare", files=True)
 def enough_prompts(c: Config) -> Iterator[Problem]:
     path, batch, epochs = Path(c.data.train), c.trainer.batch_size, c.data.epochs
     if epochs is None or not path.is_file():
@@ -250,12 +276,12 @@ def _count_lines(path: Path, at_most: int | None = None) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------- functions
-@rule("reward.function")
+@rule("reward.function", files=True)
 def reward_function_exists(c: Config) -> Iterator[Problem]:
     yield from _check_function("reward.function", c.reward.function)
 
 
-@rule("prepare.function")
+@rule("prepare.function", files=True)
 def prepare_function_exists(c: Config) -> Iterator[Problem]:
     if c.prepare is not None:
         yield from _check_function("prepare.function", c.prepare.function)

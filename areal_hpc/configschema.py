@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import yaml
 from pydantic.fields import FieldInfo
 
-from areal_hpc.config import Config, Section, Unit
+from areal_hpc.config import Config
+from areal_hpc.configtypes import Section, Unit
 
 _BASES: dict[Any, str] = {
     int: "a whole number",
@@ -64,7 +65,7 @@ class Setting:
 @cache
 def settings() -> dict[str, Setting]:
     """Every setting by its dotted name, a section before what it holds, in the order of config.py."""
-    return {setting.name: setting for setting in _walk(Config, "")}
+    return {setting.name: setting for setting in walk(Config, "")}
 
 
 def members(section: str) -> list[Setting]:
@@ -111,7 +112,8 @@ def nearest(name: str) -> list[str]:
     return sorted(good, key=lambda n: -scores[n])[:3]
 
 
-def _walk(section: type[Section], prefix: str) -> Iterator[Setting]:
+def walk(section: type[Section], prefix: str) -> Iterator[Setting]:
+    """Every setting of a section, and of the sections in it."""
     hints = get_type_hints(section, include_extras=True)
     for key, field in section.model_fields.items():
         name, inner = prefix + key, _section_in(hints[key])
@@ -119,12 +121,12 @@ def _walk(section: type[Section], prefix: str) -> Iterator[Setting]:
             name=name,
             legal=_legal(hints[key]),
             unit=next((f"[{unit}]" for unit in _units(hints[key])), ""),
-            default=None if field.is_required() else _as_yaml(field.default),
+            default=None if field.is_required() else as_yaml(field.default),
             doc=" ".join((field.description or "").split()),
             is_section=inner is not None,
         )
         if inner is not None:
-            yield from _walk(inner, name + ".")
+            yield from walk(inner, name + ".")
 
 
 def _shown_default(setting: Setting) -> str:
@@ -133,7 +135,8 @@ def _shown_default(setting: Setting) -> str:
     return "(required)" if setting.default is None else setting.default
 
 
-def _as_yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
+    """A value on one line, as it may stand in a file."""
     if isinstance(value, Section):
         return "{...}"
     value = list(value) if isinstance(value, tuple) else value

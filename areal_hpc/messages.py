@@ -22,7 +22,7 @@ Purpose = Literal["train", "evaluate"]
 
 # ---------------------------------------------------------------------------------------------- start of a run
 class Hello(Message):
-    """Every rank -> controller, first of all: who I think I am."""
+    """Every rank -> controller, first of all: who I think I am, and the GPU that is mine alone ("" for none)."""
 
     role: str
     world_size: int
@@ -30,6 +30,7 @@ class Hello(Message):
     pid: int
     code_version: str
     config_fingerprint: str
+    gpu: str = ""
 
 
 class Welcome(Message):

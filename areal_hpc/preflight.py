@@ -18,6 +18,7 @@ from areal_hpc.exits import Exit, RunError
 from areal_hpc.messages import ClockPing, ClockPong, Hello, Welcome
 
 CONTROLLER = 0
+OWN_GPU = "AREAL_HPC_GPU"
 M = TypeVar("M", bound=Message)
 
 
@@ -104,6 +105,7 @@ def welcome_all(world: World, config: Config) -> RunClock:
     clock = RunClock(time.monotonic())
     mine = _hello(world, config)
     hosts = {mine.host}
+    owner: dict[tuple[str, str], int] = {}
     missing = set(range(1, world.size))
     while missing:
         received = _receive(world, config.deadlines.startup_s, f"hello from ranks {sorted(missing)}")
@@ -111,6 +113,9 @@ def welcome_all(world: World, config: Config) -> RunClock:
         if isinstance(hello, Hello):
             _compare(mine, hello, received.source, config)
             hosts.add(hello.host)
+            if hello.gpu and (other := owner.setdefault((hello.host, hello.gpu), received.source)) != received.source:
+                both = f"ranks {other} and {received.source} would share GPU {hello.gpu} of {hello.host}"
+                raise RunError(Exit.PREFLIGHT, f"{both}; see slurm.*.ranks_per_node and gpus_per_node")
             missing.discard(received.source)
     for rank in range(1, world.size):
         world.post(rank, Welcome(single_host=len(hosts) == 1))
@@ -119,7 +124,13 @@ def welcome_all(world: World, config: Config) -> RunClock:
 
 def _hello(world: World, config: Config) -> Hello:
     return Hello(
-        role_of(world.rank, config), world.size, socket.gethostname(), os.getpid(), __version__, config.fingerprint()
+        role=role_of(world.rank, config),
+        world_size=world.size,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        code_version=__version__,
+        config_fingerprint=config.fingerprint(),
+        gpu=os.environ.get(OWN_GPU, ""),
     )
 
 

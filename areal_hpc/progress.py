@@ -6,6 +6,7 @@ The controller writes both; `areal-hpc run` on a terminal draws its live view fr
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,6 +36,7 @@ class Progress:
             "name": name,
             "state": "starting",
             "attempt": run_dir.attempt,
+            "job_id": os.environ.get("SLURM_JOB_ID"),
             "controller_pid": pid,
             "controller_host": host,
             "version": 0,
@@ -107,11 +109,16 @@ class Progress:
         )
 
     def ended(self, state: str, why: str, exit_code: int) -> None:
-        """The last word: into status.json, and, after a healthy end, summary.json."""
+        """The last word: after a healthy end into summary.json, then into status.json, and into a job's output."""
         self.status |= {"state": state, "why_ended": why, "exit_code": exit_code}
-        self.write()
         if exit_code == 0:
             write_json(self.run_dir.summary, self.summary(why))
+        self.write()
+        if self.status["job_id"] is not None:  # otherwise `areal-hpc run` says it
+            self.say(
+                f"areal-hpc: {state}, exit code {exit_code}: {why}\n"
+                f"areal-hpc: logs of all ranks are in {self.run_dir.attempt_dir}, the run log is {self.run_dir.run_log}"
+            )
 
     def summary(self, why: str) -> dict[str, Any]:
         before = self.pass_at_1[0] if self.pass_at_1 else None

@@ -1,0 +1,109 @@
+"""The batch script of a job, as text a person can read, keep and submit by hand."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from areal_hpc.jobspec import Component, JobSpec
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""What every rank sees: no network look-ups, no thread pools beside the ranks' own, no output that waits."""
+
+
+def render(spec: JobSpec) -> str:
+    """The script: #SBATCH lines of all components, setup, prologue, and one srun that makes one MPI world."""
+    parts = [
+        ["#!/bin/bash", *(f"# {line}" for line in spec.title), f"# {summary(spec)}"],
+        list(_directives(spec)),
+        ["", "set -euo pipefail", *spec.setup],
+        [
+            f"export {' '.join(f'{name}={value}' for name, value in ENVIRONMENT.items())}",
+            "unset SRUN_CPUS_PER_TASK SLURM_CPUS_PER_TASK # each component says its own below",
+        ],
+        list(spec.prologue),
+        list(_srun(spec)),
+    ]
+    return "\n".join(line for part in parts for line in part) + "\n"
+
+
+def summary(spec: JobSpec) -> str:
+    """One sentence: which ranks on how many nodes."""
+    places = [f"{c.holds or c.name} on {c.nodes} node{'s' * (c.nodes > 1)}" for c in spec.components]
+    return f"One MPI world of {spec.num_tasks} ranks: {', '.join(places)}."
+
+
+def _directives(spec: JobSpec) -> Iterator[str]:
+    yield from flags(("job-name", spec.name), ("output", spec.output), ("open-mode", "append"), ("time", spec.minutes))
+    yield from flags(("signal", spec.signal))
+    if spec.shape == "steps":
+        yield from _allocation(spec)
+        return
+    for number, component in enumerate(spec.components):
+        if number:
+            yield "#SBATCH hetjob"
+        yield from _component(component)
+
+
+def _component(component: Component) -> Iterator[str]:
+    yield from _resources(component)
+    cpus = component.settings.cpus_per_task
+    yield from flags(("nodes", component.nodes), ("ntasks", component.tasks), ("cpus-per-task", cpus))
+    yield from _rest(component)
+
+
+def _allocation(spec: JobSpec) -> Iterator[str]:
+    """All nodes of all components; what they ask for is the same (slurmrules.py sees to it)."""
+    first = spec.components[0]
+    yield from _resources(first)
+    yield from flags(("nodes", sum(c.nodes for c in spec.components)))
+    if first.settings.exclusive is False:
+        tasks = max(-(-c.tasks // c.nodes) for c in spec.components)
+        cpus = max(c.settings.cpus_per_task or 1 for c in spec.components)
+        yield from flags(("ntasks-per-node", tasks), ("cpus-per-task", cpus))
+    yield from _rest(first)
+
+
+def _resources(component: Component) -> Iterator[str]:
+    s = component.settings
+    yield from flags(("partition", s.partition), ("account", s.account), ("qos", s.qos))
+    yield from flags(("reservation", s.reservation), ("constraint", s.constraint))
+
+
+def _rest(component: Component) -> Iterator[str]:
+    s = component.settings
+    yield from flags(("gpus-per-node", s.gpus_per_node or None), ("mem", s.memory))
+    if s.exclusive is not False:
+        yield "#SBATCH --exclusive"
+    for flag in s.flags:
+        yield _hide_hetjob(f"#SBATCH {flag}")
+
+
+def flags(*pairs: tuple[str, str | int | None]) -> Iterator[str]:
+    """One #SBATCH line per value that is not None."""
+    for name, value in pairs:
+        if value is not None:
+            yield _hide_hetjob(f"#SBATCH --{name}={shlex.quote(str(value))}")
+
+
+def _hide_hetjob(line: str) -> str:
+    """sbatch takes every #SBATCH line with this word in it for the border between two components."""
+    for word in ("hetjob", "packjob"):
+        line = line.replace(word, f"{word[0]}''{word[1:]}")
+    return line
+
+
+def _srun(spec: JobSpec) -> Iterator[str]:
+    yield shlex.join(["srun", f"--mpi={spec.mpi}", "--kill-on-bad-exit=1", *spec.srun]) + " \\"
+    for number, component in enumerate(spec.components):
+        where = [f"--het-group={number}"] if spec.shape == "het" else [f"--nodes={component.nodes}"]
+        where.append(f"--ntasks={component.tasks}")
+        if component.settings.cpus_per_task:
+            where.append(f"--cpus-per-task={component.settings.cpus_per_task}")
+        last = number == len(spec.components) - 1
+        yield f"  {' '.join(where)} {component.command}" + ("" if last else " : \\")

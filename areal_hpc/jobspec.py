@@ -1,0 +1,137 @@
+"""What a Slurm job is made of: components with nodes and tasks, from a configuration. No Slurm is needed here."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from areal_hpc.config import ComponentConfig, Config
+
+Shape = Literal["het", "steps"]
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One group of nodes with the ranks that run on it.
+
+    Attributes:
+        name: head, trainer or rollout.
+        nodes: number of nodes.
+        tasks: MPI ranks on them, the controller included where it belongs.
+        settings: what sbatch is asked for, slurm.common already merged in.
+        holds: the ranks in words.
+        command: shell text that starts one rank.
+    """
+
+    name: str
+    nodes: int
+    tasks: int
+    settings: ComponentConfig
+    holds: str = ""
+    command: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """One job: everything the batch script says.
+
+    Attributes:
+        name: name of the job.
+        folder: directory for scripts and output of jobs.
+        components: in world order.
+        shape: "het" for a heterogeneous job, "steps" for one allocation with a heterogeneous step.
+        mpi: srun's MPI plugin.
+        minutes: time limit.
+        output: file for everything the job prints; %j is the job id.
+        setup: shell lines before anything else, as the user wrote them.
+        prologue: shell lines between setup and srun.
+        srun: further flags of srun.
+        title: comment lines at the top.
+        signal: `sbatch --signal`, for instance USR2@90.
+    """
+
+    name: str
+    folder: str
+    components: tuple[Component, ...]
+    shape: Shape
+    mpi: str
+    minutes: int
+    output: str
+    setup: tuple[str, ...] = ()
+    prologue: tuple[str, ...] = ()
+    srun: tuple[str, ...] = ()
+    title: tuple[str, ...] = ()
+    signal: str | None = None
+
+    @property
+    def num_tasks(self) -> int:
+        return sum(component.tasks for component in self.components)
+
+
+def merged(common: ComponentConfig, own: ComponentConfig) -> ComponentConfig:
+    """`own`, with what it leaves null taken from `common`; flags of both, common first."""
+    given = {name: value for name, value in own if value is not None}
+    return common.model_copy(update=given | {"flags": common.flags + own.flags})
+
+
+def num_nodes(ranks: int, settings: ComponentConfig) -> int:
+    """Nodes for so many ranks (the controller is extra and needs none): as told, else full nodes."""
+    return settings.nodes or math.ceil(ranks / (settings.ranks_per_node or settings.gpus_per_node or ranks))
+
+
+def components_of(config: Config) -> tuple[Component, ...]:
+    """The components of a run in world order, without commands."""
+    slurm, trainers, rollouts = config.slurm, config.trainer.ranks, config.rollout.ranks
+    trainer, rollout = merged(slurm.common, slurm.trainer), merged(slurm.common, slurm.rollout)
+    with_head = slurm.head is not None
+    parts = [
+        Component(
+            name="trainer",
+            nodes=num_nodes(trainers, trainer),
+            tasks=trainers + (not with_head),
+            settings=trainer,
+            holds=("" if with_head else "1 controller + ") + f"{trainers} trainer",
+        ),
+        Component("rollout", num_nodes(rollouts, rollout), rollouts, rollout, f"{rollouts} rollout"),
+    ]
+    if slurm.head is not None:
+        head = merged(slurm.common.model_copy(update={"gpus_per_node": None}), slurm.head)
+        parts.insert(0, Component("head", 1, 1, head, "1 controller"))
+    return tuple(parts)
+
+
+def run_job(config: Config, path: str, overrides: Sequence[str], python: str, title: Sequence[str] = ()) -> JobSpec:
+    """The job that runs a configuration.
+
+    Args:
+        config: the configuration in `path` with `overrides`.
+        path: its file, as seen from the directory of submission.
+        python: what runs the ranks, unless the configuration names another one.
+        title: comment lines for the top of the script.
+    """
+    slurm, folder = config.slurm, f"{config.run_dir}/slurm"
+    begin = shlex.join(["-m", "areal_hpc.attempt", path, *overrides])
+    rank = '"$PYTHON" -m areal_hpc.rank "$ATTEMPT_DIR" --component'
+    components = components_of(config)
+    return JobSpec(
+        name=config.name,
+        folder=folder,
+        components=tuple(
+            Component(c.name, c.nodes, c.tasks, c.settings, c.holds, f"{rank} {c.name}") for c in components
+        ),
+        shape=slurm.shape,
+        mpi=slurm.mpi,
+        minutes=slurm.minutes,
+        output=slurm.output or f"{folder}/%j.out",
+        setup=slurm.setup,
+        prologue=(
+            f"PYTHON={shlex.quote(slurm.python or python)}",
+            "export AREAL_HPC_BATCH_SCRIPT=$0",
+            f'ATTEMPT_DIR=$("$PYTHON" {begin})',
+        ),
+        srun=slurm.srun,
+        title=tuple(title),
+    )

@@ -1,0 +1,234 @@
+"""From a configuration to a batch script: components, node counts, flags, and what cannot be asked for."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from typing import Any
+
+import pytest
+import yaml
+
+from areal_hpc.batchscript import render
+from areal_hpc.config import ComponentConfig, Config
+from areal_hpc.configcheck import ConfigErrors, check_config
+from areal_hpc.jobspec import components_of, merged, run_job
+
+
+def config(**sections: Any) -> Config:
+    required = {"model": {"path": "m"}, "data": {"train": "d"}, "reward": {"function": "tests.tiny:reward"}}
+    return Config.model_validate(required | sections)
+
+
+def paper_shape(trainers: int, rollouts: int, **slurm: Any) -> Config:
+    """8 GPUs per node, one rank per GPU."""
+    common = {"gpus_per_node": 8, "cpus_per_task": 6}
+    return config(
+        trainer={"ranks": trainers}, rollout={"ranks": rollouts}, slurm={"common": common, "mpi": "pmi2"} | slurm
+    )
+
+
+def script(c: Config, *overrides: str) -> str:
+    return render(run_job(c, "my config.yaml", overrides, "/opt/my python"))
+
+
+def directives(text: str) -> list[list[str]]:
+    """#SBATCH flags of each component, unquoted as a shell would."""
+    parts: list[list[str]] = [[]]
+    for line in text.splitlines():
+        if line == "#SBATCH hetjob":
+            parts.append([])
+        elif line.startswith("#SBATCH "):
+            parts[-1] += shlex.split(line.removeprefix("#SBATCH "))
+    return parts
+
+
+def srun(text: str) -> list[list[str]]:
+    """The words of the srun line, split at the colon between components."""
+    words = shlex.split(text[text.index("\nsrun ") :].replace("\\\n", " "))
+    parts: list[list[str]] = [[]]
+    for word in words:
+        if word == ":":
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
+
+
+# --------------------------------------------------------------------------------------------------- components
+@pytest.mark.parametrize(("trainers", "rollouts", "nodes"), [(16, 48, (2, 6)), (128, 384, (16, 48)), (1, 9, (1, 2))])
+def test_ranks_fill_whole_nodes_and_the_controller_needs_none(trainers, rollouts, nodes):
+    trainer, rollout = components_of(paper_shape(trainers, rollouts))
+    assert (trainer.nodes, rollout.nodes) == nodes
+    assert (trainer.tasks, rollout.tasks) == (1 + trainers, rollouts)
+
+
+def test_without_gpus_all_ranks_share_one_node():
+    trainer, rollout = components_of(config(trainer={"ranks": 3}, rollout={"ranks": 5}))
+    assert (trainer.nodes, trainer.tasks, rollout.nodes, rollout.tasks) == (1, 4, 1, 5)
+
+
+def test_nodes_may_be_given():
+    slurm = {"rollout": {"nodes": 3}, "trainer": {"ranks_per_node": 1}}
+    trainer, rollout = components_of(config(trainer={"ranks": 2}, rollout={"ranks": 3}, slurm=slurm))
+    assert (trainer.nodes, rollout.nodes) == (2, 3)
+
+
+def test_a_head_takes_the_controller_and_no_gpus():
+    head, trainer, rollout = components_of(paper_shape(8, 8, head={"partition": "cpu"}))
+    assert [c.tasks for c in (head, trainer, rollout)] == [1, 8, 8]
+    assert head.settings.gpus_per_node is None and head.settings.cpus_per_task == 6
+    text = script(paper_shape(8, 8, head={"partition": "cpu"}))
+    assert [part[-1] for part in srun(text)] == ["head", "trainer", "rollout"]
+    assert "--partition=cpu" in directives(text)[0] and not any("gpus" in flag for flag in directives(text)[0])
+
+
+def test_common_settings_count_where_a_component_says_nothing():
+    common = ComponentConfig(account="a", memory="4G", flags=("--x=1",))
+    own = ComponentConfig(memory="9G", exclusive=False, flags=("--y=2",))
+    both = merged(common, own)
+    assert (both.account, both.memory, both.exclusive, both.flags) == ("a", "9G", False, ("--x=1", "--y=2"))
+
+
+# ------------------------------------------------------------------------------------------------------- script
+def test_het_script():
+    c = paper_shape(16, 48, minutes=90, trainer={"partition": "h100", "account": "x", "flags": ["--switches=1"]})
+    first, second = directives(script(c))
+    assert first == [
+        "--job-name=run", "--output=runs/run/slurm/%j.out", "--open-mode=append", "--time=90", "--partition=h100",
+        "--account=x", "--nodes=2", "--ntasks=17", "--cpus-per-task=6", "--gpus-per-node=8", "--exclusive", "--switches=1",
+    ]  # fmt: skip
+    assert second == ["--nodes=6", "--ntasks=48", "--cpus-per-task=6", "--gpus-per-node=8", "--exclusive"]
+    trainer, rollout = srun(script(c))
+    assert trainer[:6] == [
+        "srun",
+        "--mpi=pmi2",
+        "--kill-on-bad-exit=1",
+        "--het-group=0",
+        "--ntasks=17",
+        "--cpus-per-task=6",
+    ]
+    assert trainer[6:] == ["$PYTHON", "-m", "areal_hpc.rank", "$ATTEMPT_DIR", "--component", "trainer"]
+    assert rollout[:3] == ["--het-group=1", "--ntasks=48", "--cpus-per-task=6"] and rollout[-1] == "rollout"
+
+
+def test_one_allocation_with_steps():
+    c = paper_shape(16, 48, shape="steps")
+    (only,) = directives(script(c))
+    assert "--nodes=8" in only and "--gpus-per-node=8" in only and not any("ntasks" in flag for flag in only)
+    trainer, rollout = srun(script(c))
+    assert trainer[3:6] == ["--nodes=2", "--ntasks=17", "--cpus-per-task=6"]
+    assert rollout[:3] == ["--nodes=6", "--ntasks=48", "--cpus-per-task=6"]
+    assert "het" not in script(c)
+
+
+def test_shared_nodes_of_one_allocation_ask_for_what_the_fullest_needs():
+    c = paper_shape(16, 48, shape="steps", common={"gpus_per_node": 8, "exclusive": False, "cpus_per_task": 6})
+    (only,) = directives(script(c))
+    assert "--ntasks-per-node=9" in only and "--cpus-per-task=6" in only and "--exclusive" not in only
+
+
+def test_setup_comes_before_python_and_srun_flags_are_passed_on():
+    text = script(paper_shape(1, 1, setup=["module load mpich"], srun=["--network=no_vni", "--label"]))
+    lines = text.splitlines()
+    assert lines.index("module load mpich") < lines.index("PYTHON='/opt/my python'")
+    assert srun(text)[0][3:5] == ["--network=no_vni", "--label"]
+
+
+def test_every_odd_character_reaches_the_program(tmp_path):
+    """The script's own words are run by a shell, with a program that prints them in place of Python and srun."""
+    odd = ["run_dir=a b", "name=it's", 'data.train=$HOME/`x`;"q"', "model.path=*"]
+    text = render(run_job(config(), "my config.yaml", odd, "/bin/echo"))
+    kept = [line for line in text.splitlines() if not line.startswith("srun") and not line.startswith("  ")]
+    done = subprocess.run(
+        ["bash", "-c", "\n".join([*kept, 'echo "$ATTEMPT_DIR"'])], capture_output=True, text=True, timeout=10
+    )
+    assert done.stdout.strip() == "-m areal_hpc.attempt my config.yaml " + " ".join(odd), done.stderr
+
+
+@pytest.mark.parametrize("word", ["hetjob", "packjob"])
+def test_the_word_that_separates_components_is_hidden_elsewhere(word):
+    c = config(name=f"my-{word}-1", run_dir=f"runs/{word}/x", slurm={"common": {"flags": [f"--comment={word}"]}})
+    text = script(c)
+    with_word = [line for line in text.splitlines() if line.startswith("#SBATCH") and word in line]
+    assert with_word == (["#SBATCH hetjob"] if word == "hetjob" else [])
+    first = directives(text)[0]
+    assert f"--job-name=my-{word}-1" in first and f"--output=runs/{word}/x/slurm/%j.out" in first
+    assert f"--comment={word}" in first
+
+
+# ------------------------------------------------------------------------------------------------------ refusal
+def problems(tmp_path, **sections: Any) -> dict[str, str]:
+    data = {
+        "model": {"path": "m"},
+        "data": {"train": "d"},
+        "reward": {"function": "areal_hpc.demo.gcd:reward"},
+        "trainer": {"ranks": 8},
+        "rollout": {"ranks": 24},
+    } | sections
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(data))
+    try:
+        check_config(path, files_are_elsewhere=True)
+    except ConfigErrors as errors:
+        return {problem.where: problem.message for problem in errors.problems}
+    return {}
+
+
+def test_what_no_cluster_could_do_is_refused(tmp_path):
+    slurm = {"trainer": {"nodes": 9}, "rollout": {"nodes": 2, "ranks_per_node": 8}}
+    found = problems(tmp_path, slurm=slurm)
+    assert found["slurm.trainer.nodes"].startswith("9 nodes for trainer.ranks = 8")
+    assert found["slurm.rollout.nodes"] == "2 nodes with ranks_per_node = 8 hold 16 of rollout.ranks = 24"
+
+
+def test_ranks_do_not_share_gpus(tmp_path):
+    slurm = {"common": {"gpus_per_node": 4}, "rollout": {"ranks_per_node": 8}, "trainer": {"nodes": 1}}
+    found = problems(tmp_path, slurm=slurm)
+    assert set(found) == {"slurm.rollout.ranks_per_node", "slurm.trainer.ranks_per_node"}
+    assert not problems(tmp_path, slurm={"common": {"gpus_per_node": 4}})
+
+
+def test_one_allocation_has_one_kind_of_node(tmp_path):
+    slurm = {"shape": "steps", "head": {}, "rollout": {"partition": "x", "flags": ["--y"], "cpus_per_task": 2}}
+    assert set(problems(tmp_path, slurm=slurm)) == {"slurm.head", "slurm.rollout.partition", "slurm.rollout.flags"}
+
+
+def test_files_may_be_elsewhere_but_nothing_else(tmp_path):
+    found = problems(tmp_path, steps=0, slurm={"mpi": "openmpi"})
+    assert set(found) == {"steps", "slurm.mpi"}
+
+
+# --------------------------------------------------------------------------------------------------------- site
+def test_a_site_file_counts_where_nothing_else_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    site = {
+        "slurm": {"mpi": "pmi2", "minutes": 10, "common": {"account": "site", "qos": "q"}},
+        "weights": {"interface": "ib0"},
+    }
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(site))
+    slurm = {"site": "site.yaml", "minutes": 20, "common": {"account": "mine"}}
+    data = {"model": {"path": "m"}, "data": {"train": "d"}, "reward": {"function": "areal_hpc.demo.gcd:reward"}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(data | {"slurm": slurm}))
+    c = check_config(tmp_path / "c.yaml", ["slurm.common.qos=cli"], files_are_elsewhere=True).config
+    assert (c.slurm.mpi, c.slurm.minutes, c.weights.interface) == ("pmi2", 20, "ib0")
+    assert (c.slurm.common.account, c.slurm.common.qos) == ("mine", "cli")
+
+
+def test_a_mistake_in_a_site_file_names_file_and_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "site.yaml").write_text("slurm:\n  mpi: pmi2\n  common:\n    acount: x\n")
+    data = {"model": {"path": "m"}, "data": {"train": "d"}, "reward": {"function": "areal_hpc.demo.gcd:reward"}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(data))
+    with pytest.raises(ConfigErrors) as caught:
+        check_config(tmp_path / "c.yaml", ["slurm.site=site.yaml"], files_are_elsewhere=True)
+    assert "slurm.common.acount: unknown setting" in caught.value.reason
+    assert "did you mean slurm.common.account" in caught.value.reason and "site.yaml line 4" in caught.value.reason
+
+
+@pytest.mark.parametrize("text", [None, "a: [", "- list"])
+def test_an_unreadable_site_file_is_one_problem(tmp_path, text):
+    if text is not None:
+        (tmp_path / "site.yaml").write_text(text)
+    found = problems(tmp_path, slurm={"site": str(tmp_path / "site.yaml")})
+    assert list(found) == ["slurm.site"] and "site.yaml" in found["slurm.site"]
