@@ -99,6 +99,9 @@ def _hide_hetjob(line: str) -> str:
 
 
 def _srun(spec: JobSpec) -> Iterator[str]:
+    if spec.shape == "steps" and spec.mpi == "pmi2":
+        yield from _plain_step(spec)
+        return
     yield shlex.join(["srun", f"--mpi={spec.mpi}", "--kill-on-bad-exit=1", *spec.srun]) + " \\"
     for number, component in enumerate(spec.components):
         where = [f"--het-group={number}"] if spec.shape == "het" else [f"--nodes={component.nodes}"]
@@ -107,3 +110,20 @@ def _srun(spec: JobSpec) -> Iterator[str]:
             where.append(f"--cpus-per-task={component.settings.cpus_per_task}")
         last = number == len(spec.components) - 1
         yield f"  {' '.join(where)} {component.command}" + ("" if last else " : \\")
+
+
+def _plain_step(spec: JobSpec) -> Iterator[str]:
+    """One allocation over PMI2: a heterogeneous step hangs in MPI_Init (seen with MPICH 5 on Slurm 22.05), a plain one
+    with the same layout does not. Ranks know their roles by their number."""
+    counts = [
+        c.tasks // c.nodes + (node < c.tasks % c.nodes) for c in spec.components for node in range(c.nodes)
+    ]  # Slurm, too, gives the odd task to the first nodes
+    cpus = max((c.settings.cpus_per_task or 0) for c in spec.components)
+    flags = [f"--mpi={spec.mpi}", "--kill-on-bad-exit=1", "--distribution=arbitrary", f"--ntasks={spec.num_tasks}"]
+    yield "export SLURM_HOSTFILE=$(mktemp)"
+    yield "trap 'rm -f \"$SLURM_HOSTFILE\"' EXIT"
+    yield f"set -- {' '.join(map(str, counts))} # ranks on each host"
+    yield 'scontrol show hostnames "$SLURM_JOB_NODELIST" |'
+    yield '  while read -r host; do for _ in $(seq "$1"); do echo "$host"; done; shift; done > "$SLURM_HOSTFILE"'
+    yield shlex.join(["srun", *flags, *([f"--cpus-per-task={cpus}"] if cpus else []), *spec.srun]) + " \\"
+    yield f"  {spec.components[0].command.partition(' --component ')[0]}"

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_hpc.logschema import LOSS_TERMS, Fate, Outcome
-from areal_hpc.messages import StepFinished
+from areal_hpc.messages import Hello, StepFinished
 from areal_hpc.packing import Plan, plan
 from areal_hpc.staleness import lag
 
@@ -181,3 +181,9 @@ def step_row(
         "tail_lag_max": int(rows["tail_lag"].max()),
     }
     return stats | report.phases | columns
+
+
+def rank_rows(hellos: Sequence[Hello]) -> dict[str, Any]:
+    """Rows of the table `ranks`, from what every rank said, in rank order."""
+    names = ("role", "host", "pid", "gpu")
+    return {"rank": range(len(hellos))} | {name: [getattr(hello, name) for hello in hellos] for name in names}

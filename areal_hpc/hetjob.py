@@ -13,6 +13,7 @@ is pickled, and `job.result()` is the run's summary. The only file that imports 
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import time
@@ -33,6 +34,8 @@ from areal_hpc.slurmstate import States, has_ended, parse_scontrol, parse_table,
 POLL_S = 30
 COMMAND_TIMEOUT_S = 60
 SUMMARY_WAIT_S = 15
+
+_VARIABLES = {"%j": "SLURM_JOB_ID", "%t": "SLURM_PROCID"}
 
 PARAMETERS: dict[str, Any] = {
     "name": "submitit",
@@ -229,7 +232,9 @@ class HetSlurmExecutor(SlurmExecutor):
         if not given["components"]:
             raise ValueError("no components: call update_parameters(components={NAME: {...}, ...}) first")
         paths = utils.JobPaths(self.folder)
-        task = f"env SUBMITIT_EXECUTOR=slurm {command}"
+        # srun's own %j and %t are wrong in later components: the component's number, and the task's counted twice.
+        out, err = _as_task_sees(paths.stdout), _as_task_sees(paths.stderr)
+        task = f"bash -c {shlex.quote(f'SUBMITIT_EXECUTOR=slurm exec {command} >{out} 2>{err}')}"
         return JobSpec(
             name=given["name"],
             folder=str(self.folder),
@@ -239,10 +244,6 @@ class HetSlurmExecutor(SlurmExecutor):
             minutes=given["minutes"],
             output=str(paths.stdout).replace("%t", "0"),
             setup=tuple(given["setup"]),
-            prologue=(
-                f"export SLURM_STDOUTMODE={_with_job_id(paths.stdout)}",
-                f"export SLURM_STDERRMODE={_with_job_id(paths.stderr)}",
-            ),
             srun=tuple(given["srun"]),
             title=(f"submitted by {type(self).__name__}",),
             signal=f"USR2@{given['signal_delay_s']}",
@@ -268,9 +269,10 @@ class HetSlurmExecutor(SlurmExecutor):
         return job
 
 
-def _with_job_id(path: Path) -> str:
-    """Shell text of a file name for srun. %j would be the component's own number there, not that of the job."""
-    return '"$SLURM_JOB_ID"'.join(shlex.quote(part) if part else "" for part in str(path).split("%j"))
+def _as_task_sees(path: Path) -> str:
+    """Shell text of a file name with %j and %t, for a task of any component."""
+    parts = re.split("(%[jt])", str(path))
+    return "".join(f'"${_VARIABLES[part]}"' if part in _VARIABLES else shlex.quote(part) for part in parts if part)
 
 
 def sbatch_command(script: Path, dependency: str | None) -> list[str]:

@@ -304,6 +304,19 @@ ACTIVITY = Table(
     ),
 )
 
+RANKS = Table(
+    "ranks",
+    "One row per rank, written at the start: where it runs.",
+    64,
+    (
+        Column("rank", "i4", "rank", "world rank"),
+        Column("role", "S16", "text", "controller, trainer or rollout"),
+        Column("host", "S64", "text", "its host"),
+        Column("pid", "i8", "id", "its process there"),
+        Column("gpu", "S64", "text", "the GPU that is its own, as in CUDA_VISIBLE_DEVICES; empty: none"),
+    ),
+)
+
 EVALUATIONS = Table(
     "evaluations",
     "One row per answer to a held-out prompt.",
@@ -361,7 +374,7 @@ RESPONSE_TOKENS = Table(
     ),
 )
 
-TABLES = (TRAJECTORIES, STEPS, WEIGHT_UPDATES, WEIGHT_LOADS, ACTIVITY, EVALUATIONS, EVENTS)
+TABLES = (RANKS, TRAJECTORIES, STEPS, WEIGHT_UPDATES, WEIGHT_LOADS, ACTIVITY, EVALUATIONS, EVENTS)
 TOKEN_TABLES = (TOKEN_INDEX, SEQUENCE_TOKENS, RESPONSE_TOKENS)
 
 

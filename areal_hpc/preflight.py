@@ -96,30 +96,37 @@ def join(world: World, config: Config) -> tuple[RunClock, Welcome]:
     return RunClock(zero_s), welcome
 
 
-def welcome_all(world: World, config: Config) -> RunClock:
+def welcome_all(world: World, config: Config) -> tuple[RunClock, list[Hello]]:
     """Controller's side of `join`: collect one Hello from every rank, compare, welcome all.
+
+    Returns:
+        The run clock, and what every rank said, by rank.
 
     Raises:
         RunError: PREFLIGHT when a rank disagrees or has not reported in time; the line names it and both values.
     """
     clock = RunClock(time.monotonic())
     mine = _hello(world, config)
-    hosts = {mine.host}
-    owner: dict[tuple[str, str], int] = {}
-    missing = set(range(1, world.size))
-    while missing:
-        received = _receive(world, config.deadlines.startup_s, f"hello from ranks {sorted(missing)}")
+    hellos = {CONTROLLER: mine}
+    while missing := sorted(set(range(world.size)) - set(hellos)):
+        received = _receive(world, config.deadlines.startup_s, f"hello from ranks {missing}")
         hello = received.message
         if isinstance(hello, Hello):
             _compare(mine, hello, received.source, config)
-            hosts.add(hello.host)
-            if hello.gpu and (other := owner.setdefault((hello.host, hello.gpu), received.source)) != received.source:
-                both = f"ranks {other} and {received.source} would share GPU {hello.gpu} of {hello.host}"
-                raise RunError(Exit.PREFLIGHT, f"{both}; see slurm.*.ranks_per_node and gpus_per_node")
-            missing.discard(received.source)
+            hellos[received.source] = hello
+    _nobody_shares_a_gpu(hellos)
+    single_host = len({hello.host for hello in hellos.values()}) == 1
     for rank in range(1, world.size):
-        world.post(rank, Welcome(single_host=len(hosts) == 1))
-    return clock
+        world.post(rank, Welcome(single_host))
+    return clock, [hellos[rank] for rank in range(world.size)]
+
+
+def _nobody_shares_a_gpu(hellos: dict[int, Hello]) -> None:
+    owner: dict[tuple[str, str], int] = {}
+    for rank, hello in sorted(hellos.items()):
+        if hello.gpu and (other := owner.setdefault((hello.host, hello.gpu), rank)) != rank:
+            both = f"ranks {other} and {rank} would share GPU {hello.gpu} of {hello.host}"
+            raise RunError(Exit.PREFLIGHT, f"{both}: see ranks_per_node and gpus_per_node under slurm")
 
 
 def _hello(world: World, config: Config) -> Hello:

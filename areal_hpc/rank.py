@@ -20,19 +20,17 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from areal_hpc.backends import rollout_compute, trainer_compute
 from areal_hpc.codec import Codec
 from areal_hpc.comm import World
 from areal_hpc.config import Config, load_resolved
 from areal_hpc.exits import Exit, RunError
-from areal_hpc.messages import MESSAGE_TYPES, Farewell, RankFailed, Stop, StoreAddress, Welcome
-from areal_hpc.preflight import CONTROLLER, RunClock, check_world, expect, join, role_of, trainer_ranks, welcome_all
+from areal_hpc.messages import MESSAGE_TYPES, Farewell, RankFailed, Stop, Welcome
+from areal_hpc.preflight import CONTROLLER, RunClock, check_world, join, role_of, welcome_all
 from areal_hpc.rundir import RunDir
 from areal_hpc.waiting import Backoff
-
-if TYPE_CHECKING:
-    from areal_hpc.process_group import ProcessGroups
 
 log = logging.getLogger("areal_hpc")
 
@@ -102,11 +100,12 @@ def run_controller(config: Config, world: World, run_dir: RunDir) -> int:
 
 def control(config: Config, world: World, run_dir: RunDir, progress: Any, signals: SignalFlag) -> str:
     """Run the controller with everything it owns; returns why the run ended."""
+    from areal_hpc.bookkeeping import rank_rows
     from areal_hpc.controller import Controller
     from areal_hpc.datasets import PromptSource, read_prompts
     from areal_hpc.runlog_writer import RunLogWriter
 
-    clock = welcome_all(world, config)
+    clock, hellos = welcome_all(world, config)
     data = config.data
     fields = {"prompt_field": data.prompt_field, "id_field": data.id_field}
     source = PromptSource(
@@ -120,14 +119,17 @@ def control(config: Config, world: World, run_dir: RunDir, progress: Any, signal
         "config_fingerprint": config.fingerprint(),
         "world_size": world.size,
         "host": socket.gethostname(),
+        "compute": config.compute,
     }
     with RunLogWriter(run_dir.run_log, attributes=attributes, tokens=config.log.tokens) as run_log:
+        run_log.ranks(rank_rows(hellos))
         controller = Controller(config, world, clock, run_log, source, heldout, progress, signals.name)
         try:
             why = controller.run()
         except Exception as error:
             controller.event("ended", as_run_error(error).reason)
             raise
+        why = f"simulated: {why}" if config.is_simulated else why
         controller.event("ended", why)
         return why
 
@@ -165,9 +167,9 @@ class SignalFlag:
 
 # ------------------------------------------------------------------------------------------ trainer and rollout
 def run_other(config: Config, world: World, run_dir: RunDir) -> int:
-    """A trainer or rollout rank; the controller alone decides about signals."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    """A trainer or rollout rank. Ctrl-C is the controller's; SIGTERM (its component is cancelled) ends the run."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, fail_by_signal)
     code = Exit.DONE
     try:
         clock, welcome = join(world, config)
@@ -181,6 +183,12 @@ def run_other(config: Config, world: World, run_dir: RunDir) -> int:
     world.post(CONTROLLER, Farewell())
     world.close(config.deadlines.exit_s / 2, int(code))
     return int(code)
+
+
+def fail_by_signal(number: int, _: object) -> None:
+    """Handler: this rank fails where it is, once."""
+    signal.signal(number, signal.SIG_IGN)
+    raise RunError(Exit.INTERRUPTED, f"{signal.Signals(number).name} received")
 
 
 def report_failure(world: World, failure: RunError, timeout_s: float) -> None:
@@ -201,66 +209,33 @@ def report_failure(world: World, failure: RunError, timeout_s: float) -> None:
     world.abort(int(failure.code))
 
 
-def meet(config: Config, world: World, welcome: Welcome) -> ProcessGroups:
-    """Build the torch process groups of trainers and rollouts; the first trainer's host is the meeting point."""
-    from areal_hpc.process_group import ProcessGroups, open_store, store_port
-
-    trainers = trainer_ranks(config)
-    others = world.size - 1
-    host = "127.0.0.1" if welcome.single_host else socket.gethostname()
-    timeout_s = config.deadlines.startup_s
-    if world.rank == trainers[0]:
-        store = open_store(host, is_master=True, world_size=others, timeout_s=timeout_s)
-        for rank in range(trainers[0] + 1, world.size):
-            world.post(rank, StoreAddress(host, store_port(store)))
-        world.flush(timeout_s)
-    else:
-        address = expect(world, StoreAddress, timeout_s)
-        store = open_store(address.host, is_master=False, world_size=others, port=address.port, timeout_s=timeout_s)
-    return ProcessGroups(
-        store,
-        backend="gloo",
-        rank=world.rank - 1,
-        size=others,
-        trainer_ranks=[rank - 1 for rank in trainers],
-        generation=0,
-        timeout_s=config.deadlines.weights_s,
-        interface=config.weights.interface or ("lo" if welcome.single_host else None),
-    )
-
-
 def run_trainer(config: Config, world: World, clock: RunClock, welcome: Welcome, run_dir: RunDir) -> None:
-    import torch
-
     from areal_hpc.trainer import Trainer
 
-    torch.set_num_threads(config.trainer.threads)
-    groups = meet(config, world, welcome)
-    Trainer(config, world, clock, groups, run_dir).run()
-    groups.close()
+    with trainer_compute(config, world, welcome) as compute:
+        Trainer(config, world, clock, compute, run_dir).run()
 
 
 def run_rollout(config: Config, world: World, clock: RunClock, welcome: Welcome, run_dir: RunDir) -> None:
-    import torch
-
-    from areal_hpc.rewards import RewardService
     from areal_hpc.rollout import Rollout
 
-    torch.set_num_threads(config.rollout.threads)
-    groups = meet(config, world, welcome)
-    settings = config.reward
-    with RewardService(settings.function, num_workers=settings.workers, timeout_s=settings.timeout_s) as rewards:
-        Rollout(config, world, clock, groups, rewards).run()
-    groups.close()
+    with rollout_compute(config, world, welcome) as compute:
+        Rollout(config, world, clock, compute).run()
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once. MPI is finalized and all files are closed by now, but a collective that torch still has
-    pending (its peer failed) would hold the interpreter's exit until the collective's own deadline."""
+    """End the process; MPI is finalized and all files are closed by now.
+
+    With torch at once: a collective that it still has pending (its peer failed) would hold the interpreter's exit until
+    the collective's own deadline. Without it as usual, because only then MPICH 5 tells its launcher that all is well;
+    else mpiexec kills the ranks that are a little slower and reports a bad termination.
+    """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    if "torch" in sys.modules:
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

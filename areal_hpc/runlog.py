@@ -86,6 +86,10 @@ class RunLog:
         return list(self._problems)
 
     @property
+    def ranks(self) -> DataFrame:
+        return self._table("ranks")
+
+    @property
     def trajectories(self) -> DataFrame:
         return self._table("trajectories")
 

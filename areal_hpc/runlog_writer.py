@@ -97,6 +97,10 @@ class RunLogWriter:
         self._file.attrs.update({"format": FORMAT, "schema_version": logschema.SCHEMA_VERSION, **attributes})
         return num_rows
 
+    def ranks(self, rows: Rows) -> None:
+        """Where every rank runs."""
+        self._tables["ranks"].add(rows)
+
     def trajectories(self, rows: Rows) -> None:
         """Finished samples whose fate is known."""
         self._tables["trajectories"].add(rows)

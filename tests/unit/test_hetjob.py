@@ -118,7 +118,7 @@ def test_a_function_runs_in_every_task_of_every_component(executor, tmp_path):
     assert isinstance(job, HetJob) and job.job_id == "77" and job.num_tasks == 5
     text = (tmp_path / "jobs/77_submission.sh").read_text()
     assert text.count("submitit.core._submit") == 2 and "#SBATCH --time=7" in text and "#SBATCH hetjob" in text
-    assert f'export SLURM_STDOUTMODE={tmp_path}/jobs/"$SLURM_JOB_ID"_%t_log.out' in text
+    assert f'>{tmp_path}/jobs/"$SLURM_JOB_ID"_"$SLURM_PROCID"_log.out' in text
     assert (tmp_path / "jobs/77_submitted.pkl").exists()
 
 

@@ -113,13 +113,27 @@ def test_het_script():
 
 
 def test_one_allocation_with_steps():
-    c = paper_shape(16, 48, shape="steps")
+    c = paper_shape(16, 48, shape="steps", mpi="pmix")
     (only,) = directives(script(c))
     assert "--nodes=8" in only and "--gpus-per-node=8" in only and not any("ntasks" in flag for flag in only)
     trainer, rollout = srun(script(c))
     assert trainer[3:6] == ["--nodes=2", "--ntasks=17", "--cpus-per-task=6"]
     assert rollout[:3] == ["--nodes=6", "--ntasks=48", "--cpus-per-task=6"]
     assert "het" not in script(c)
+
+
+def test_one_allocation_over_pmi2_is_one_plain_step_with_the_same_layout(tmp_path):
+    c = paper_shape(16, 44, shape="steps")
+    (step,) = srun(script(c))
+    assert step[3:6] == ["--distribution=arbitrary", "--ntasks=61", "--cpus-per-task=6"]
+    assert step[-4:] == ["$PYTHON", "-m", "areal_hpc.rank", "$ATTEMPT_DIR"]
+    text = script(c)
+    layout = text[text.index("export SLURM_HOSTFILE") : text.index("\nsrun ")]
+    hosts = "scontrol() { seq -f host%g 8; }\nSLURM_JOB_NODELIST=x\nset -euo pipefail\n"
+    done = subprocess.run(["bash", "-c", f'{hosts}{layout}\ncat "$SLURM_HOSTFILE"'], capture_output=True, text=True)
+    counts = [done.stdout.split().count(f"host{number}") for number in range(1, 9)]
+    assert counts == [9, 8, 8, 8, 7, 7, 7, 7], done.stderr
+    assert done.stdout.split() == sorted(done.stdout.split())
 
 
 def test_shared_nodes_of_one_allocation_ask_for_what_the_fullest_needs():

@@ -1,0 +1,63 @@
+"""A real Slurm cluster for the tests of this directory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests.slurm import conf, services
+from tests.slurm.client import PROGRAM, Cluster
+
+NUM_RUN = pytest.StashKey[int]()
+
+
+def why_not() -> str:
+    """Why this machine cannot have the cluster; empty if it can."""
+    if os.geteuid():
+        return "virtual hosts need root"
+    missing = services.missing_programs()
+    if missing and not os.path.exists("/etc/debian_version"):
+        return f"{', '.join(missing)} missing, and only on Debian they are installed"
+    return ""
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """The cluster of tests/slurm/cluster; brought up if it is down, and taken down at the end in that case only."""
+    reason = why_not()
+    if reason:
+        pytest.skip(f"no Slurm cluster: {reason}")
+    was_up = subprocess.run([PROGRAM, "status"], capture_output=True).returncode != 3
+    done = subprocess.run([PROGRAM, "up"], capture_output=True, text=True, timeout=1200)
+    if done.returncode:
+        pytest.skip(f"no Slurm cluster: {done.stderr.strip() or done.stdout.strip()}")
+    before = os.environ.get("SLURM_CONF")
+    os.environ["SLURM_CONF"] = str(conf.CONF)
+    try:
+        yield Cluster(ours=not was_up)
+    finally:
+        if before is None:
+            del os.environ["SLURM_CONF"]
+        else:
+            os.environ["SLURM_CONF"] = before
+        if not was_up:
+            subprocess.run([PROGRAM, "down"], check=True, timeout=120)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slurm: runs on the cluster of tests/slurm/cluster")
+
+
+@pytest.hookimpl
+def pytest_runtest_call(item: pytest.Item) -> None:
+    if "cluster" in getattr(item, "fixturenames", ()):
+        item.config.stash[NUM_RUN] = item.config.stash.get(NUM_RUN, 0) + 1
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    num = config.stash.get(NUM_RUN, 0)
+    where = f"a real cluster of {len(conf.HOSTS)} hosts" if num else "a cluster: see the reasons for skipping with -ra"
+    terminalreporter.write_line(f"slurm: {num} test{'' if num == 1 else 's'} ran on {where}")
