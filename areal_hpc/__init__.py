@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,7 +15,5 @@ __all__ = ["__version__", "submit"]
 def __getattr__(name: str) -> Any:
     """`from areal_hpc import submit` loads what it needs only then."""
     if name == "submit":
-        from areal_hpc.submission import submit
-
-        return submit
+        return importlib.import_module("areal_hpc.submission").submit
     raise AttributeError(f"module {__name__} has no attribute {name}")

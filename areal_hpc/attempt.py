@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from areal_hpc.check import facts
-from areal_hpc.config import PrepareConfig
+from areal_hpc.config import Config, PrepareConfig
 from areal_hpc.configcheck import Checked, check_config
 from areal_hpc.exits import Exit, RunError
+from areal_hpc.jobspec import run_job
 from areal_hpc.rundir import RunDir
 
 
@@ -27,6 +28,8 @@ def main(argv: Sequence[str]) -> int:
     os.dup2(2, 1)
     try:
         checked, run_dir = begin(Path(argv[0]), argv[1:])
+        if "SLURM_JOB_ID" in os.environ:
+            refuse_known_bad(checked.config, argv[0], argv[1:])
     except RunError as error:
         print(error.reason, file=sys.stderr)
         return int(error.code)
@@ -52,6 +55,22 @@ def begin(path: Path, overrides: Sequence[str]) -> tuple[Checked, RunDir]:
     run_dir = RunDir.next_attempt(Path(config.run_dir))
     run_dir.config.write_text(config.to_yaml(), encoding="utf-8")
     return checked, run_dir
+
+
+def refuse_known_bad(config: Config, path: str, overrides: Sequence[str]) -> None:
+    """Refuse what cannot start: no such MPI plugin, or one that does not fit the MPI library or this version of Slurm.
+
+    Raises:
+        RunError: PREFLIGHT, with everything that was found and what to do.
+    """
+    from areal_hpc.comm import MPI
+    from areal_hpc.doctor import about_slurm, component_hosts
+
+    hosts = component_hosts(run_job(config, path, overrides, sys.executable), os.environ)
+    library = " ".join(MPI.Get_library_version().split("\n")[0].split())
+    bad = [f"{found.text}; {found.advice}" for found in about_slurm(config, library, hosts) if found.level == "bad"]
+    if bad:
+        raise RunError(Exit.PREFLIGHT, "\n".join(f"areal-hpc: {text}" for text in bad))
 
 
 def prepare(settings: PrepareConfig) -> None:

@@ -42,6 +42,7 @@ def facts(checked: Checked) -> str:
             "ranks",
             f"{config.world_size} = 1 controller + {config.trainer.ranks} trainer + {config.rollout.ranks} rollout",
         ),
+        *([("compute", config.compute)] if config.is_simulated else []),
         ("batch", _batch(config)),
         ("length", f"{config.steps:,} steps = policy versions" + _epochs(config)),
     ]

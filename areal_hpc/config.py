@@ -8,48 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import Field
 
-
-@dataclass(frozen=True)
-class Unit:
-    """What a number is counted in; shown in messages and in `areal-hpc check --explain`."""
-
-    name: str
-
-
-def _one_line(text: str) -> str:
-    if any(ord(c) < 32 for c in text) or not text.strip():
-        raise ValueError("must be one line of text without control characters (spaces are fine)")
-    return text
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-6 as text; a number is what its writer meant. True is not a number."""
-    if isinstance(value, bool):
-        raise ValueError("must be a number, not true or false")
-    return value
-
-
-Text = Annotated[str, AfterValidator(_one_line)]
-Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-Whole = Annotated[int, BeforeValidator(_number)]
-Seconds = Annotated[Number, Field(gt=0), Unit("s")]
-Tokens = Annotated[Whole, Field(gt=0), Unit("tokens")]
-Ranks = Annotated[Whole, Field(gt=0), Unit("MPI ranks")]
-Count = Annotated[Whole, Field(gt=0)]
-Fraction = Annotated[Number, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, a string under a field is its documentation."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True, protected_namespaces=())
+from areal_hpc.configtypes import Count, Fraction, Number, Ranks, Seconds, Section, Text, Tokens, Unit, Whole
 
 
 class ModelConfig(Section):
@@ -93,8 +58,8 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     ranks: Ranks = 1
     """Number of rollout ranks, one generation engine each."""
-    engine: Literal["transformers"] = "transformers"
-    """Generation engine."""
+    engine: Literal["transformers", "simulated"] = "transformers"
+    """Generation engine; simulated: a timed model without weights, see simulation."""
     slots: Annotated[Count, Unit("sequences")] = 64
     """Sequences that one engine decodes side by side."""
     max_prompt_tokens: Tokens = 1024
@@ -153,6 +118,8 @@ class OptimizerConfig(Section):
 class TrainerConfig(Section):
     ranks: Ranks = 1
     """Number of trainer ranks; each holds the whole model, gradients are summed over them."""
+    engine: Literal["transformers", "simulated"] = "transformers"
+    """Training engine; simulated: a timed model without weights, see simulation."""
     batch_size: Annotated[Count, Unit("prompts")] = 512
     """Prompt groups per training batch (B); the policy version rises by one per batch."""
     group_size: Annotated[Count, Unit("answers per prompt")] = 16
@@ -235,6 +202,41 @@ class DeadlinesConfig(Section):
         return 2 * self.step_s + self.startup_s
 
 
+class SimulationConfig(Section):
+    speedup: Annotated[Number, Field(gt=0), Unit("simulated seconds per second")] = 1.0
+    """All simulated times are divided by it; messages, controller and log are real and take what they take."""
+    gpus_per_rank: Annotated[Count, Unit("GPUs")] = 8
+    """GPUs that one rank stands for, each with a copy of the model; sequences and tokens are shared out evenly."""
+    response_median: Annotated[Number, Field(gt=0), Unit("tokens")] = 6000.0
+    """Median length of a response; lengths are log-normal, cut at rollout.max_new_tokens."""
+    response_sigma: Annotated[Number, Field(ge=0), Unit("1")] = 0.9
+    """Standard deviation of the logarithm of the length: how long the tail is."""
+    success: Fraction = 0.5
+    """Probability that an answer is right."""
+    reward_s: Annotated[Number, Field(ge=0), Unit("s")] = 0.5
+    """From the end of a response to its reward."""
+    decode_s: Seconds = 0.008
+    """One decoding step, before anything that grows with the batch."""
+    decode_sequence_s: Annotated[Number, Field(ge=0), Unit("s")] = 4.0e-5
+    """What each running sequence of a GPU adds to a decoding step."""
+    decode_context_s: Annotated[Number, Field(ge=0), Unit("s")] = 1.2e-8
+    """What each token in the KV cache of a GPU adds to a decoding step."""
+    prefill_tokens_per_s: Annotated[Number, Field(gt=0), Unit("tokens/s of a GPU")] = 60000.0
+    """Prefill of prompts and, after an interruption, of everything generated so far; decoding stands still."""
+    load_s: Annotated[Number, Field(ge=0), Unit("s")] = 1.0
+    """Swapping new weights in, before the prefill."""
+    model_bytes: Annotated[Count, Unit("bytes")] = 3_100_000_000
+    """Size of the weights that are broadcast."""
+    broadcast_bytes_per_s: Annotated[Number, Field(gt=0), Unit("bytes/s")] = 1.0e10
+    """Rate at which new weights reach all rollout ranks."""
+    publish_s: Annotated[Number, Field(ge=0), Unit("s")] = 0.5
+    """Training stands still while the first trainer rank copies its weights for the broadcast."""
+    train_tokens_per_s: Annotated[Number, Field(gt=0), Unit("tokens/s of a GPU")] = 20000.0
+    """Forward, backward and recomputed log-probs; the rank with most tokens decides."""
+    train_step_s: Annotated[Number, Field(ge=0), Unit("s")] = 5.0
+    """What a training step takes besides."""
+
+
 class ComponentConfig(Section):
     """One component of the job: its own nodes. What is null here is taken from slurm.common."""
 
@@ -273,6 +275,8 @@ class SlurmConfig(Section):
     """How srun starts MPI: pmix (Open MPI), pmi2 (MPICH) or cray_shasta (Cray MPICH)."""
     minutes: Annotated[Count, Unit("minutes")] = 60
     """Time limit of the job."""
+    output: Text | None = None
+    """File for what the job prints, %j is the job id; its directory must exist; null: RUN/slurm/%j.out."""
     python: Text | None = None
     """Python that runs the ranks, seen from the nodes; null: the one that submits."""
     setup: tuple[Text, ...] = ()
@@ -326,6 +330,8 @@ class Config(Section):
     """What the HDF5 log keeps."""
     deadlines: DeadlinesConfig = DeadlinesConfig()
     """How long anything may take."""
+    simulation: SimulationConfig = SimulationConfig()
+    """The timed models that stand in for computing where the engines are simulated."""
     slurm: SlurmConfig = SlurmConfig()
     """The Slurm job of `areal-hpc submit`."""
 
@@ -337,6 +343,20 @@ class Config(Section):
     @property
     def max_sequence_tokens(self) -> int:
         return self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def is_simulated(self) -> bool:
+        """Compute is a timed model; trainer.engine is the same (configrules.py)."""
+        return self.rollout.engine == "simulated"
+
+    @property
+    def compute(self) -> str:
+        """What computes, for a person."""
+        if not self.is_simulated:
+            return "transformers"
+        speedup, gpus_per_rank = self.simulation.speedup, self.simulation.gpus_per_rank
+        gpus = gpus_per_rank * (self.trainer.ranks + self.rollout.ranks)
+        return f"simulated at speedup {speedup:g}: timed models of {gpus} GPUs; divide tok/s by {speedup:g}"
 
     def resolved(self) -> Config:
         """The same run with the mode written out as settings."""

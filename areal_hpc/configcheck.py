@@ -217,8 +217,8 @@ def _add_site(document: _Document) -> list[Problem]:
     """Lay the settings of the file that `slurm.site` names under the data; returns what is wrong with that file."""
     slurm = document.data.get("slurm")
     name = slurm.get("site") if isinstance(slurm, dict) else None
-    if not isinstance(name, str):
-        return []
+    if not isinstance(name, str) or not name.strip() or not name.isprintable():
+        return []  # _validate says so
     try:
         site = read_file(Path(name))
     except ConfigErrors as errors:

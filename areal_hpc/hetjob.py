@@ -27,6 +27,7 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from areal_hpc.batchscript import render
 from areal_hpc.config import ComponentConfig
+from areal_hpc.exits import Exit, RunError
 from areal_hpc.jobspec import Component, JobSpec
 from areal_hpc.rundir import read_json
 from areal_hpc.slurmstate import States, has_ended, parse_scontrol, parse_table, worst
@@ -168,9 +169,10 @@ class RunJob(HetJob[dict[str, Any]]):
         return status if status.get("job_id") == self.job_id else {}
 
     def _get_outcome_and_result(self) -> tuple[str, Any]:
-        deadline_s = time.monotonic() + SUMMARY_WAIT_S
+        # A shared file system may be late; a job that failed early may have nothing to say.
+        deadline_s = time.monotonic() + SUMMARY_WAIT_S / (1 if self.state == "COMPLETED" else 5)
         while "exit_code" not in self.status and time.monotonic() < deadline_s:
-            time.sleep(0.5)  # a shared file system may be late
+            time.sleep(0.5)
         status = self.status
         if status.get("exit_code") == 0:
             return "success", read_json(self.run_dir / "summary.json")
@@ -253,7 +255,7 @@ class HetSlurmExecutor(SlurmExecutor):
         """Submit the job of a run (`jobspec.run_job`).
 
         Raises:
-            submitit.core.utils.FailedJobError: sbatch refused; its words are in the message.
+            RunError: CONFIG, sbatch refused; its words are in the message.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         script = self.folder / f".{time.time_ns()}.sbatch"
@@ -261,9 +263,9 @@ class HetSlurmExecutor(SlurmExecutor):
         try:
             output = utils.CommandFunction(sbatch_command(script, dependency), verbose=False)()
             job_id = self._get_job_id_from_submission_command(output)
-        except Exception:
+        except (utils.FailedJobError, utils.FailedSubmissionError) as error:
             script.unlink(missing_ok=True)
-            raise
+            raise RunError(Exit.CONFIG, f"areal-hpc: not submitted: {error}") from None
         job = RunJob(self.folder.parent, job_id, spec.output.replace("%x", spec.name))
         script.rename(job.paths.submission_file)
         return job

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from areal_hpc.compute import Batch, StepResult
 from areal_hpc.config import TrainerConfig
 from areal_hpc.losses import LossConfig, LossStats, policy_loss
 from areal_hpc.models import packed_logprobs
-from areal_hpc.trajectory import Trajectory
 from areal_hpc.waiting import Stopwatch
 
 if TYPE_CHECKING:
@@ -40,35 +39,6 @@ class OneRank:
     def all_reduce_sum(self, tensor: Tensor) -> None: ...
     def all_reduce_max(self, tensor: Tensor) -> None: ...
     def all_reduce_min(self, tensor: Tensor) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """This rank's share of one training batch.
-
-    Attributes:
-        trajectories: [n], None for samples that other ranks hold.
-        advantages: float64 [n], one per sequence of the whole batch.
-        micro_batches: [minibatch] -> micro-batches of this rank, lists of indices into `trajectories`; may be empty.
-        minibatch_tokens: [minibatch] -> response tokens over all ranks, the denominator of the token mean.
-    """
-
-    trajectories: Sequence[Trajectory | None]
-    advantages: NDArray[np.float64]
-    micro_batches: Sequence[Sequence[Sequence[int]]]
-    minibatch_tokens: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step did. `skipped`: loss or gradient norm was not finite on some rank; weights are as before.
-
-    `phases`: proximal_s, update_s and their total_s.
-    """
-
-    skipped: bool
-    stats: dict[str, float]
-    phases: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from areal_hpc.messages import ClockPing, ClockPong, Hello, Welcome
 
 CONTROLLER = 0
 OWN_GPU = "AREAL_HPC_GPU"
+"""Environment variable of a rank's process: the GPU that no other rank of its host may name."""
 M = TypeVar("M", bound=Message)
 
 

@@ -28,7 +28,8 @@ from areal_hpc.comm import World
 from areal_hpc.config import Config, load_resolved
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.messages import MESSAGE_TYPES, Farewell, RankFailed, Stop, Welcome
-from areal_hpc.preflight import CONTROLLER, RunClock, check_world, join, role_of, welcome_all
+from areal_hpc.placement import is_bound, narrow
+from areal_hpc.preflight import CONTROLLER, OWN_GPU, RunClock, check_world, join, role_of, welcome_all
 from areal_hpc.rundir import RunDir
 from areal_hpc.waiting import Backoff
 
@@ -46,12 +47,24 @@ def main(argv: list[str] | None = None) -> int:
     start_logging(run_dir.rank_log(world.rank))
     try:
         check_world(world, config, arguments.component)
+        take_gpu(role_of(world.rank, config))
     except RunError as error:
         print(f"areal-hpc: {error.reason}", file=sys.stderr, flush=True)
         world.abort(error.code)
     if world.rank == CONTROLLER:
         return run_controller(config, world, run_dir)
     return run_other(config, world, run_dir)
+
+
+def take_gpu(role: str) -> None:
+    """Leave this rank its own GPU only, before torch is imported, and note it for the comparison at the start.
+
+    A GPU that Slurm bound to the task has a number of its own in every task, so it is not noted.
+    """
+    bound = is_bound(os.environ)
+    gpu = narrow(os.environ, role)
+    if gpu is not None and not bound:
+        os.environ[OWN_GPU] = gpu
 
 
 def start_logging(path: Path) -> None:

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from areal_hpc.comm import Received, World
+from areal_hpc.compute import RolloutCompute
 from areal_hpc.config import Config
-from areal_hpc.engines.base import Completion, Engine, Request, Swap
-from areal_hpc.engines.transformers_engine import TransformersEngine
+from areal_hpc.engines.base import Completion, Request, Swap
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.faults import fault
 from areal_hpc.logschema import Finish, Outcome
@@ -35,16 +34,13 @@ from areal_hpc.messages import (
     Stop,
     WeightsLoaded,
 )
-from areal_hpc.models import eos_ids, load_model, load_tokenizer, named_weights
 from areal_hpc.preflight import CONTROLLER, RunClock, unusable
-from areal_hpc.process_group import ProcessGroups
 from areal_hpc.reporting import Reporter
-from areal_hpc.rewards import RewardResult, RewardService
+from areal_hpc.rewards import RewardResult
 from areal_hpc.seeds import sample_seed
 from areal_hpc.shipment import join
 from areal_hpc.trajectory import Key, Trajectory
 from areal_hpc.waiting import Backoff
-from areal_hpc.weights import BucketPlan, WeightReceiver
 
 
 @dataclass(slots=True)
@@ -85,19 +81,15 @@ class Group:
 
 
 class Rollout:
-    """One rollout rank: an engine, its end of the weight broadcast, and its reward workers."""
+    """One rollout rank: an engine, its end of the weight broadcast, and what scores its answers."""
 
-    def __init__(
-        self, config: Config, world: World, clock: RunClock, groups: ProcessGroups, rewards: RewardService
-    ) -> None:
+    def __init__(self, config: Config, world: World, clock: RunClock, compute: RolloutCompute) -> None:
         self.config = config
         self.world = world
         self.clock = clock
-        self.rewards = rewards
         self.reporter = Reporter(world, clock)
-        self.tokenizer = load_tokenizer(config.model.path)
-        self.engine, weights = make_engine(config)
-        self.receiver = WeightReceiver(groups, BucketPlan.of(weights, config.weights.bucket_bytes))
+        self.compute = compute
+        self.engine, self.receiver, self.rewards = compute.engine, compute.receiver, compute.rewards
         self.groups: dict[int, Group] = {}
         self.versions_to_load: list[int] = []
         self.receiving = False
@@ -151,7 +143,7 @@ class Rollout:
         if group is None:
             return
         group.completions[done.key[1]] = done
-        text = str(self.tokenizer.decode(done.tokens, skip_special_tokens=True))
+        text = self.compute.decode(done.tokens)
         self.rewards.submit(done.key, group.header.prompt, text, group.header.metadata)
 
     def take_rewards(self) -> bool:
@@ -235,7 +227,7 @@ class Rollout:
                 raise unusable(self.world, self.config, received)
 
     def admit(self, header: AdmitGroup) -> None:
-        prompt = tuple(self.tokenizer(header.prompt).input_ids)
+        prompt = tuple(self.compute.encode(header.prompt))
         longest = self.config.rollout.max_prompt_tokens
         if not 1 <= len(prompt) <= longest:
             reason = f"prompt {header.prompt_id} has {len(prompt)} tokens; 1 to {longest} are allowed"
@@ -275,20 +267,3 @@ class Rollout:
         self.report_swap(self.engine.take_swap())
         for group_id in group_ids:
             self.groups.pop(group_id, None)
-
-
-def make_engine(config: Config) -> tuple[Engine, dict[str, Tensor]]:
-    """The configured engine, and its weights by name (their shapes lay out the broadcast)."""
-    model = load_model(config.model.path, dtype=config.model.dtype)
-    settings = config.rollout
-    engine = TransformersEngine(
-        model,
-        num_slots=settings.slots,
-        max_len=config.max_sequence_tokens,
-        temperature=settings.temperature,
-        eos_ids=eos_ids(model),
-        interrupt=settings.interrupt,
-        prefill_tokens=settings.prefill_tokens,
-    )
-    engine.version = -1  # no version yet: the first broadcast, of version 0, is a rise like any other
-    return engine, named_weights(model)

@@ -50,14 +50,14 @@ def job_spec(path: Path, overrides: Sequence[str], files_are_elsewhere: bool = F
 
 def send(spec: JobSpec, dependency: str | None) -> RunJob:
     """Put a job into the queue. Raises RunError with what sbatch said."""
-    from submitit.core.utils import FailedJobError
-
     from areal_hpc.hetjob import HetSlurmExecutor
 
     try:
-        return HetSlurmExecutor(spec.folder).submit_run(spec, dependency)
-    except (FailedJobError, RuntimeError) as error:  # RuntimeError: no srun on PATH
-        raise RunError(Exit.CONFIG, f"areal-hpc: not submitted: {error}") from None
+        executor = HetSlurmExecutor(spec.folder)
+    except RuntimeError:
+        reason = "areal-hpc: not submitted: there is no srun here; submit from a login node of the cluster"
+        raise RunError(Exit.CONFIG, reason) from None
+    return executor.submit_run(spec, dependency)
 
 
 def as_texts(overrides: Overrides) -> list[str]:

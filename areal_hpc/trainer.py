@@ -15,20 +15,17 @@ from numpy.typing import NDArray
 
 from areal_hpc.advantages import advantages
 from areal_hpc.comm import Received, World
+from areal_hpc.compute import Batch, StepResult, TrainerCompute
 from areal_hpc.config import Config
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.faults import fault
-from areal_hpc.learner import Batch, Learner, StepResult
 from areal_hpc.messages import ModelSaved, Ready, Samples, SaveModel, StepFinished, Stop, TrainBatch, WeightsSent
-from areal_hpc.models import load_model, load_tokenizer, named_weights, save_model
-from areal_hpc.preflight import CONTROLLER, RunClock, trainer_ranks, unusable
-from areal_hpc.process_group import ProcessGroups
+from areal_hpc.preflight import CONTROLLER, RunClock, unusable
 from areal_hpc.reporting import Reporter
 from areal_hpc.rundir import RunDir
 from areal_hpc.shipment import join, split
 from areal_hpc.trajectory import Key, Trajectory
 from areal_hpc.waiting import Backoff, Stopwatch
-from areal_hpc.weights import BucketPlan, WeightSender
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +48,14 @@ class Announced:
 class Trainer:
     """One trainer rank. The first one also publishes weights, reports for all and saves the model."""
 
-    def __init__(self, config: Config, world: World, clock: RunClock, groups: ProcessGroups, run_dir: RunDir) -> None:
+    def __init__(self, config: Config, world: World, clock: RunClock, compute: TrainerCompute, run_dir: RunDir) -> None:
         self.config = config
         self.world = world
         self.run_dir = run_dir
         self.reporter = Reporter(world, clock)
-        self.tokenizer = load_tokenizer(config.model.path)
-        self.model = load_model(config.model.path, dtype=config.model.dtype)
-        self.learner = Learner(
-            self.model,
-            config.trainer,
-            config.rollout.temperature,
-            reducer=groups,
-            between=self.handle_messages,
-            activity=self.reporter.activity,
-        )
-        self.sender: WeightSender | None = None
-        if world.rank == trainer_ranks(config)[0]:
-            self.sender = WeightSender(groups, BucketPlan.of(named_weights(self.model), config.weights.bucket_bytes))
+        self.compute = compute
+        self.learner = compute.make_learner(self.handle_messages, self.reporter.activity)
+        self.sender = compute.sender
         self.version = 0
         self.announced: list[Announced] = []
         self.samples: dict[Key, Trajectory] = {}
@@ -145,7 +132,7 @@ class Trainer:
         with self.reporter.activity("publish"):
             self.sender.wait()
             self.report_sent()
-            self.sender.publish(self.version, named_weights(self.model))
+            self.sender.publish(self.version, self.compute.weights())
 
     def report_sent(self) -> None:
         """Tell the controller, once, about a broadcast that has left completely."""
@@ -160,12 +147,12 @@ class Trainer:
         """Save this version, if the configuration asks for it."""
         every = self.config.trainer.export_every
         if self.sender is not None and every and self.version % every == 0:
-            save_model(self.model, self.tokenizer, self.run_dir.weights(self.version))
+            self.compute.save(self.run_dir.weights(self.version))
 
     def save(self) -> None:
         """Save the model after the last step."""
         began_s = time.monotonic()
-        save_model(self.model, self.tokenizer, self.run_dir.model)
+        self.compute.save(self.run_dir.model)
         self.world.post(CONTROLLER, ModelSaved(str(self.run_dir.model), time.monotonic() - began_s))
 
     def dump(self, step: int, trajectories: list[Trajectory | None]) -> None:

@@ -187,6 +187,14 @@ def test_a_failure_has_a_reason(place):
     assert job.state == "FAILED"
 
 
+def test_an_mpi_library_that_does_not_fit_is_refused_before_any_rank_starts(place):
+    job = submit(simulated(place), {"slurm.mpi": "pmix"})
+    wait_until(lambda: job.done(force_check=True), 60, "the end of the job")
+    assert job.state == "FAILED"
+    assert "MPICH ends at start-up under the plugin pmix; set slurm.mpi=pmi2" in (job.stdout() or "")
+    assert not list((place / "run/attempt_1").glob("rank_*.log"))
+
+
 def test_a_function_in_every_task_of_both_components(place):
     """What submitit users know, on a heterogeneous job."""
     executor = HetSlurmExecutor(place / "%j")

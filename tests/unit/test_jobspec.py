@@ -96,7 +96,8 @@ def test_het_script():
     first, second = directives(script(c))
     assert first == [
         "--job-name=run", "--output=runs/run/slurm/%j.out", "--open-mode=append", "--time=90", "--partition=h100",
-        "--account=x", "--nodes=2", "--ntasks=17", "--cpus-per-task=6", "--gpus-per-node=8", "--exclusive", "--switches=1",
+        "--account=x", "--nodes=2", "--ntasks=17", "--cpus-per-task=6", "--gpus-per-node=8", "--exclusive",
+        "--switches=1",
     ]  # fmt: skip
     assert second == ["--nodes=6", "--ntasks=48", "--cpus-per-task=6", "--gpus-per-node=8", "--exclusive"]
     trainer, rollout = srun(script(c))

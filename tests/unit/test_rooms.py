@@ -12,13 +12,15 @@ PACKAGE = Path(__file__).parents[2] / "areal_hpc"
 # One line per floor, lowest first; a folder stands for all of its files. A file imports from lower floors, or from
 # its own, but roles never from each other.
 FLOORS = [
-    """__init__ exits config configschema configrules configcheck trajectory codec messages staleness logschema activity
-    seeds waiting shipment faults""",
+    """__init__ exits configtypes config configschema configrules configcheck trajectory codec messages staleness
+    logschema activity seeds waiting shipment faults compute slurmfacts placement diagnosis doctor_marks sweepspec
+    jobspec batchscript slurmrules slurmstate""",
     "packing advantages losses models sampling controller_state learner buckets",
     """comm warm_blocks process_group weights runlog runlog_writer datasets reward_worker rewards rundir engines
-    preflight reporting bookkeeping evaluation progress""",
+    preflight reporting bookkeeping evaluation progress simulation backends sweeprecord
+    sweeptable doctor_probes hetjob""",
     "controller trainer rollout",
-    "rank attempt launch liveview check cli demo bench",
+    "rank attempt launch liveview check submission sweep cli demo bench doctor doctor_rank",
 ]
 ROLES = {"controller", "trainer", "rollout"}
 ROOMS = {
@@ -27,11 +29,13 @@ ROOMS = {
     "torch.distributed": {"process_group"},
     "transformers": {"models", "demo.cold_start", "bench.engine"},
     "crc32c": {"codec", "weights"},
-    "pydantic": {"config", "configschema", "configrules", "configcheck"},
+    "pydantic": {"configtypes", "config", "configschema", "configrules", "configcheck", "sweepspec", "hetjob"},
+    "submitit": {"hetjob"},
     "rich": {"liveview", "check", "bench.report"},
 }
 NO_TORCH = f"""{FLOORS[0]} packing advantages controller_state comm runlog runlog_writer datasets reward_worker rewards
-    bookkeeping evaluation progress controller""".split()
+    bookkeeping evaluation progress controller preflight reporting trainer rollout rank backends simulation
+    sweeprecord sweeptable""".split()
 FLOOR_OF = {name: number for number, line in enumerate(FLOORS) for name in line.split()}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -19,7 +19,7 @@ from areal_hpc.logschema import STEPS, TABLES, TRAJECTORIES, Code, Fate, Finish,
 from areal_hpc.runlog import RunLog, RunLogError, RunLogWriter
 from areal_hpc.trajectory import Trajectory
 
-WRITE = {"trajectories", "weight_loads", "activity", "evaluations"}  # tables whose writer method has their name
+WRITE = {"ranks", "trajectories", "weight_loads", "activity", "evaluations"}  # the writer's methods have their names
 
 
 def made_up(table, start, stop):

@@ -31,7 +31,8 @@ def test_a_quarter_of_the_gpus_trains(name):
     trainer, rollout = EXPECTED_GPUS[name]
     assert trainer + rollout == int(name.split("_")[0]) and trainer * 4 == trainer + rollout
     asked = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH --n")]
-    assert asked == [f"--nodes={trainer // 8}", f"--ntasks={trainer + 1}", f"--nodes={rollout // 8}", f"--ntasks={rollout}"]
+    tasks = [f"--ntasks={trainer + 1}", f"--ntasks={rollout}"]
+    assert asked == [f"--nodes={trainer // 8}", tasks[0], f"--nodes={rollout // 8}", tasks[1]]
 
 
 def test_there_is_one_of_every_shape():

@@ -1,0 +1,130 @@
+"""Builds what computes for a rank, as the configuration says.
+
+Imports stand inside the functions: a simulated rank starts without torch, and a rank imports only what its role uses.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
+
+from areal_hpc.comm import World
+from areal_hpc.compute import RolloutCompute, TrainerCompute
+from areal_hpc.config import Config
+from areal_hpc.messages import StoreAddress, Welcome
+from areal_hpc.preflight import expect, trainer_ranks
+
+if TYPE_CHECKING:
+    from areal_hpc.process_group import ProcessGroups
+
+
+def trainer_compute(config: Config, world: World, welcome: Welcome) -> AbstractContextManager[TrainerCompute]:
+    """What computes for this trainer rank; all trainer and rollout ranks enter at the same time."""
+    if config.is_simulated:
+        from areal_hpc.simulation.backend import simulated_trainer
+
+        return simulated_trainer(config, world)
+    return _trainer(config, world, welcome)
+
+
+def rollout_compute(config: Config, world: World, welcome: Welcome) -> AbstractContextManager[RolloutCompute]:
+    """What computes for this rollout rank; all trainer and rollout ranks enter at the same time."""
+    if config.is_simulated:
+        from areal_hpc.simulation.backend import simulated_rollout
+
+        return simulated_rollout(config)
+    return _rollout(config, world, welcome)
+
+
+@contextmanager
+def _trainer(config: Config, world: World, welcome: Welcome) -> Iterator[TrainerCompute]:
+    import torch
+
+    from areal_hpc.buckets import BucketPlan
+    from areal_hpc.learner import Learner
+    from areal_hpc.models import load_model, load_tokenizer, named_weights, save_model
+    from areal_hpc.weights import WeightSender
+
+    torch.set_num_threads(config.trainer.threads)
+    groups = meet(config, world, welcome)
+    tokenizer = load_tokenizer(config.model.path)
+    model = load_model(config.model.path, dtype=config.model.dtype)
+    sender = None
+    if world.rank == trainer_ranks(config)[0]:
+        sender = WeightSender(groups, BucketPlan.of(named_weights(model), config.weights.bucket_bytes))
+    yield TrainerCompute(
+        make_learner=lambda between, activity: Learner(
+            model, config.trainer, config.rollout.temperature, reducer=groups, between=between, activity=activity
+        ),
+        weights=lambda: named_weights(model),
+        sender=sender,
+        save=lambda directory: save_model(model, tokenizer, directory),
+    )
+    groups.close()  # after a healthy end only: a failed peer would hold it up
+
+
+@contextmanager
+def _rollout(config: Config, world: World, welcome: Welcome) -> Iterator[RolloutCompute]:
+    import torch
+
+    from areal_hpc.buckets import BucketPlan
+    from areal_hpc.engines.transformers_engine import TransformersEngine
+    from areal_hpc.models import eos_ids, load_model, load_tokenizer, named_weights
+    from areal_hpc.rewards import RewardService
+    from areal_hpc.weights import WeightReceiver
+
+    torch.set_num_threads(config.rollout.threads)
+    groups = meet(config, world, welcome)
+    settings, reward = config.rollout, config.reward
+    with RewardService(reward.function, num_workers=reward.workers, timeout_s=reward.timeout_s) as rewards:
+        tokenizer = load_tokenizer(config.model.path)
+        model = load_model(config.model.path, dtype=config.model.dtype)
+        weights = named_weights(model)
+        engine = TransformersEngine(
+            model,
+            num_slots=settings.slots,
+            max_len=config.max_sequence_tokens,
+            temperature=settings.temperature,
+            eos_ids=eos_ids(model),
+            interrupt=settings.interrupt,
+            prefill_tokens=settings.prefill_tokens,
+        )
+        engine.version = -1  # no version yet: the first broadcast, of version 0, is a rise like any other
+        yield RolloutCompute(
+            encode=lambda text: tokenizer(text).input_ids,
+            decode=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
+            engine=engine,
+            receiver=WeightReceiver(groups, BucketPlan.of(weights, config.weights.bucket_bytes)),
+            rewards=rewards,
+        )
+    groups.close()
+
+
+def meet(config: Config, world: World, welcome: Welcome) -> ProcessGroups:
+    """Build the torch process groups of trainers and rollouts; the first trainer's host is the meeting point."""
+    from areal_hpc.process_group import ProcessGroups, open_store, store_port
+
+    trainers = trainer_ranks(config)
+    others = world.size - 1
+    host = "127.0.0.1" if welcome.single_host else socket.gethostname()
+    timeout_s = config.deadlines.startup_s
+    if world.rank == trainers[0]:
+        store = open_store(host, is_master=True, world_size=others, timeout_s=timeout_s)
+        for rank in range(trainers[0] + 1, world.size):
+            world.post(rank, StoreAddress(host, store_port(store)))
+        world.flush(timeout_s)
+    else:
+        address = expect(world, StoreAddress, timeout_s)
+        store = open_store(address.host, is_master=False, world_size=others, port=address.port, timeout_s=timeout_s)
+    return ProcessGroups(
+        store,
+        backend="gloo",
+        rank=world.rank - 1,
+        size=others,
+        trainer_ranks=[rank - 1 for rank in trainers],
+        generation=0,
+        timeout_s=config.deadlines.weights_s,
+        interface=config.weights.interface or ("lo" if welcome.single_host else None),
+    )

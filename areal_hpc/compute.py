@@ -1,0 +1,162 @@
+"""What the trainer and rollout roles need from whatever computes for them; `backends.py` builds it.
+
+Everything with weights in it hides behind these: a transformers model on this machine, or a timed model of a large one
+(`simulation`). The roles know neither torch nor which of them it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_hpc.trajectory import Key, Trajectory
+
+if TYPE_CHECKING:
+    from areal_hpc.engines.base import Engine
+    from areal_hpc.rewards import RewardResult
+
+Between = Callable[[], None]
+"""Called again and again while a batch is being trained, so that messages move on."""
+
+ActivityHook = Callable[[str], AbstractContextManager[object]]
+"""Entered with the label of an activity around the part of a step that it names."""
+
+
+# ------------------------------------------------------------------------------------------------- trainer ranks
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """This rank's share of one training batch.
+
+    Attributes:
+        trajectories: [n], None for samples that other ranks hold.
+        advantages: float64 [n], one per sequence of the whole batch.
+        micro_batches: [minibatch] -> micro-batches of this rank, lists of indices into `trajectories`; may be empty.
+        minibatch_tokens: [minibatch] -> response tokens over all ranks, the denominator of the token mean.
+    """
+
+    trajectories: Sequence[Trajectory | None]
+    advantages: NDArray[np.float64]
+    micro_batches: Sequence[Sequence[Sequence[int]]]
+    minibatch_tokens: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step did. `skipped`: loss or gradient norm was not finite on some rank; weights are as before.
+
+    `phases`: proximal_s, update_s and their total_s.
+    """
+
+    skipped: bool
+    stats: dict[str, float]
+    phases: dict[str, float]
+
+
+class Learns(Protocol):
+    """The policy with its optimizer."""
+
+    def train(self, batch: Batch) -> StepResult:
+        """One optimizer step per minibatch, together with all other trainer ranks."""
+
+
+class Update(Protocol):
+    """A weight update that has left: training stood still for `snapshot_s`, the broadcast took `broadcast_s`."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def snapshot_s(self) -> float: ...
+    @property
+    def broadcast_s(self) -> float: ...
+
+
+class Sender(Protocol):
+    """The root of the weight broadcast."""
+
+    @property
+    def last(self) -> Update | None:
+        """The newest update that has left."""
+
+    def publish(self, version: int, tensors: Mapping[str, Any]) -> object:
+        """Snapshot the weights and start to broadcast them; the caller may change them on return."""
+
+    def poll(self) -> bool:
+        """True when no update is under way; never blocks."""
+
+    def wait(self) -> None:
+        """Block until no update is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerCompute:
+    """What computes for a trainer rank.
+
+    Attributes:
+        make_learner: the learner, given what to call between micro-batches and around the parts of a step.
+        weights: the current ones by name, as `Sender.publish` takes them.
+        sender: None on all trainer ranks but the first.
+        save: writes the model into a directory.
+    """
+
+    make_learner: Callable[[Between, ActivityHook], Learns]
+    weights: Callable[[], Mapping[str, Any]]
+    sender: Sender | None
+    save: Callable[[Path], None]
+
+
+# ------------------------------------------------------------------------------------------------- rollout ranks
+class Arrived(Protocol):
+    """A complete set of weights; `tensors` are valid until the next `begin`."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def tensors(self) -> Mapping[str, Any]: ...
+    @property
+    def receive_s(self) -> float: ...
+
+
+class Receiver(Protocol):
+    """A leaf of the weight broadcast."""
+
+    def begin(self, version: int) -> None:
+        """Start to receive; one version at a time."""
+
+    def poll(self) -> Arrived | None:
+        """The set once it is complete; never blocks."""
+
+
+class Rewards(Protocol):
+    """Scores answers while decoding goes on."""
+
+    num_restarts: int
+
+    def submit(self, key: Key, prompt: str, completion: str, metadata: dict[Any, Any]) -> None:
+        """Queue one answer; never blocks."""
+
+    def poll(self) -> list[RewardResult]:
+        """Results since the last call, each answer exactly once; never blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutCompute:
+    """What computes for a rollout rank.
+
+    Attributes:
+        encode: text -> token ids.
+        decode: token ids -> text as the reward function sees it.
+    """
+
+    encode: Callable[[str], Iterable[int]]
+    decode: Callable[[NDArray[np.int32]], str]
+    engine: Engine
+    receiver: Receiver
+    rewards: Rewards

@@ -1,0 +1,66 @@
+"""What stands in for computing on the ranks of a simulated run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from areal_hpc.comm import World
+from areal_hpc.compute import ActivityHook, Between, RolloutCompute, TrainerCompute
+from areal_hpc.config import Config
+from areal_hpc.preflight import trainer_ranks
+from areal_hpc.simulation import CHARS_PER_TOKEN
+from areal_hpc.simulation.clock import Clock
+from areal_hpc.simulation.engine import TOKEN, SimulatedEngine
+from areal_hpc.simulation.rewards import SimulatedRewards
+from areal_hpc.simulation.training import SimulatedLearner, TrainerAgreement
+from areal_hpc.simulation.weights import SimulatedReceiver, SimulatedSender
+
+
+@contextmanager
+def simulated_trainer(config: Config, world: World) -> Iterator[TrainerCompute]:
+    settings, trainers = config.simulation, trainer_ranks(config)
+    clock = Clock(settings.speedup)
+    agree = TrainerAgreement(world, trainers, config.deadlines.step_s)
+
+    def make_learner(between: Between, activity: ActivityHook) -> SimulatedLearner:
+        return SimulatedLearner(settings, clock, agree, between, activity)
+
+    yield TrainerCompute(
+        make_learner=make_learner,
+        weights=dict,
+        sender=SimulatedSender(settings, clock) if world.rank == trainers[0] else None,
+        save=lambda directory: save(directory, config),
+    )
+
+
+@contextmanager
+def simulated_rollout(config: Config) -> Iterator[RolloutCompute]:
+    settings = config.simulation
+    clock = Clock(settings.speedup)
+    engine = SimulatedEngine(
+        settings,
+        clock,
+        num_slots=config.rollout.slots,
+        max_len=config.max_sequence_tokens,
+        interrupt=config.rollout.interrupt,
+    )
+    yield RolloutCompute(
+        encode=encode,
+        decode=lambda tokens: "",
+        engine=engine,
+        receiver=SimulatedReceiver(settings, clock),
+        rewards=SimulatedRewards(settings, clock, config.seed),
+    )
+
+
+def encode(text: str) -> list[int]:
+    """A token for every CHARS_PER_TOKEN characters that have begun."""
+    return [TOKEN] * -(-len(text) // CHARS_PER_TOKEN)
+
+
+def save(directory: Path, config: Config) -> None:
+    """Say in the place of the model that there is none."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "SIMULATED").write_text(f"Run {config.name} was {config.compute}: no model.\n", encoding="utf-8")
