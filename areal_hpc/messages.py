@@ -34,9 +34,15 @@ class Hello(Message):
 
 
 class Welcome(Message):
-    """Controller -> every rank: all ranks agree, go on. `single_host`: the whole run is on one machine."""
+    """Controller -> every rank: all ranks agree, go on.
+
+    `single_host`: the whole run is on one machine. `resume`: directory of the checkpoint that the run goes on from,
+    "" for a new one; `version`: its policy version.
+    """
 
     single_host: bool = False
+    resume: str = ""
+    version: int = 0
 
 
 class ClockPing(Message):
@@ -159,6 +165,7 @@ class TrainBatch(Message):
     Arrays [n] describe the samples of the WHOLE batch, of all trainer ranks: group_id, sample, reward, num_response.
     `micro_batches[minibatch]` lists this rank's micro-batches as lists of indices into those arrays; their number is
     the same on every rank. `minibatch_tokens[minibatch]` counts response tokens over all ranks: the denominator.
+    `save_to`: directory of a checkpoint; the first trainer writes its state into it after this step.
     """
 
     ARRAYS: ClassVar[Mapping[str, str]] = {
@@ -170,6 +177,7 @@ class TrainBatch(Message):
     step: int
     micro_batches: list[list[list[int]]]
     minibatch_tokens: list[int]
+    save_to: str = ""
 
 
 class StepFinished(Message):
@@ -220,6 +228,67 @@ class WeightsLoaded(Message):
     pause_s: float
     interrupted: int
     reprefilled_tokens: int
+
+
+# ------------------------------------------------------------------------------------------------- checkpoints
+class Trained(Message):
+    """Controller -> rollout: these groups were trained on or skipped; forget them."""
+
+    ARRAYS: ClassVar[Mapping[str, str]] = {"group_id": "int64"}
+    step: int
+
+
+class SaveTrainer(Message):
+    """Controller -> every trainer: leave the step you are in, if any; the first writes the version before it there."""
+
+    step: int
+    path: str
+
+
+class TrainerSaved(Message):
+    """First trainer -> controller: weights and optimizer of the version after `step` are in this file."""
+
+    step: int
+    name: str
+    num_bytes: int
+    sha256: str
+    copy_s: float
+    write_s: float
+
+
+class SaveGroups(Message):
+    """Controller -> rollout: write all groups you hold into this file; generation goes on."""
+
+    step: int
+    path: str
+
+
+class GroupsSaved(Message):
+    """Rollout -> controller: they are there. Decoding stood still for `copy_s`."""
+
+    step: int
+    name: str
+    num_bytes: int
+    sha256: str
+    num_groups: int
+    num_partial_tokens: int
+    copy_s: float
+    write_s: float
+
+
+class RestoreGroups(Message):
+    """Controller -> rollout: take these groups of an earlier attempt from this file and go on with them."""
+
+    ARRAYS: ClassVar[Mapping[str, str]] = {"group_id": "int64"}
+    path: str
+
+
+class GroupsRestored(Message):
+    """Rollout -> controller: they are back."""
+
+    num_groups: int
+    num_finished_samples: int
+    num_partial_tokens: int
 
 
 # ------------------------------------------------------------------------------------------- upkeep and the end
