@@ -18,7 +18,7 @@ test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --timeout=1800 $(args)
 
 lint: $(VENV)/.installed-dev
-	$(BIN)/ruff check areal_hpc tests
+	$(BIN)/ruff check areal_hpc analysis tests
 	$(BIN)/mypy areal_hpc
 
 # Every script in slurm/ names the command that makes it; this makes them anew.

@@ -142,7 +142,9 @@ class World:
 
     def __init__(self, codec: Codec, attempt: int, *, stall_s: float = STALL_S, held_bytes: int = HELD_BYTES) -> None:
         if not MPI.Is_initialized():
+            faulthandler.dump_traceback_later(START_S, exit=True)  # seen to hang: PMI2 on a busy machine
             MPI.Init_thread()
+            faulthandler.cancel_dump_traceback_later()
         self.codec = codec
         self.attempt = attempt
         self.check = SequenceCheck(attempt)

@@ -89,10 +89,11 @@ class Progress:
         }
         self.write()
         steps = self.status["steps"]
-        outcome = "SKIPPED, not finite" if row["skipped"] else f"loss {row['loss']:+.4f}"
+        learnt = f"loss {row['loss']:+.4f}  entropy {row['entropy']:.3f}  " if math.isfinite(row["loss"]) else ""
+        outcome = "SKIPPED, not finite  " if row["skipped"] else learnt  # simulated training has no loss
         self.say(
-            f"step {row['step']:>{len(str(steps))}}/{steps}  reward {row['reward_mean']:+.2f}  {outcome}  "
-            f"entropy {row['entropy']:.3f}  length {self.status['mean_response']:.0f}  "
+            f"step {row['step']:>{len(str(steps))}}/{steps}  reward {row['reward_mean']:+.2f}  {outcome}"
+            f"length {self.status['mean_response']:.0f}  "
             f"lag mean {row['head_lag_mean']:.1f} max {row['head_lag_max']}  {row['total_s']:.1f} s  "
             f"{self.tokens_per_s:,.0f} tok/s"
         )

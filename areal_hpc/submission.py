@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from areal_hpc.batchscript import render, summary
 from areal_hpc.configcheck import check_config
+from areal_hpc.configschema import as_yaml
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.jobspec import JobSpec, run_job
 
@@ -63,7 +62,7 @@ def send(spec: JobSpec, dependency: str | None) -> RunJob:
 def as_texts(overrides: Overrides) -> list[str]:
     """Overrides as `a.b=value` texts."""
     if isinstance(overrides, Mapping):
-        return [f"{name}={_yaml(value)}" for name, value in overrides.items()]
+        return [f"{name}={as_yaml(value)}" for name, value in overrides.items()]
     return list(overrides)
 
 
@@ -83,10 +82,6 @@ def main(argv: Sequence[str]) -> int:
         f"  output   {job.paths.stdout}\n  state    squeue --job {job.job_id}\n  status   {job.run_dir / 'status.json'}"
     )
     return int(Exit.DONE)
-
-
-def _yaml(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
 
 
 def _parser() -> argparse.ArgumentParser:

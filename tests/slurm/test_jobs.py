@@ -157,11 +157,13 @@ def test_every_script_by_hand(place, cluster):
 
 # ------------------------------------------------------------------------------------------------------- python
 def test_submit_from_python_wait_and_look(place):
-    job = submit(simulated(place), {"name": "my-hetjob", "run_dir": f"{place}/hetjob/run", "steps": 2})
+    overrides = {"name": "my-hetjob", "run_dir": f"{place}/hetjob/run", "steps": 2, "slurm.common.gpus_per_node": 2}
+    job = submit(simulated(place), overrides)
     assert job.state in ("UNKNOWN", "PENDING", "RUNNING", "CONFIGURING")
     job.wait()
     assert job.done() and job.state == "COMPLETED", job.stdout()
     assert job.result()["versions"] == 2 and job.exception() is None
+    assert RunLog(job.run_dir).ranks.gpu.tolist() == ["", "0", "0", "1"]  # each its own, the controller none
     assert job.paths.stdout == place / f"hetjob/run/slurm/{job.job_id}.out" and "step 2/2" in (job.stdout() or "")
     assert list(place.rglob("*.pkl")) == []
 

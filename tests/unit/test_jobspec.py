@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from areal_hpc.batchscript import render
 from areal_hpc.config import ComponentConfig, Config
 from areal_hpc.configcheck import ConfigErrors, check_config
 from areal_hpc.jobspec import components_of, merged, run_job
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 def config(**sections: Any) -> Config:
@@ -247,3 +250,15 @@ def test_an_unreadable_site_file_is_one_problem(tmp_path, text):
         (tmp_path / "site.yaml").write_text(text)
     found = problems(tmp_path, slurm={"site": str(tmp_path / "site.yaml")})
     assert list(found) == ["slurm.site"] and "site.yaml" in found["slurm.site"]
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs/sites").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_site_profile_fits_every_configuration(path, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    for name in ("demo", "scale", "simulated"):
+        overrides = [f"slurm.site={path}", "trainer.ranks=4", "rollout.ranks=12"]
+        checked = check_config(REPOSITORY / f"configs/{name}.yaml", overrides, files_are_elsewhere=True)
+        text = render(run_job(checked.config, name, overrides, "python"))
+        assert "#SBATCH --partition=gpu" in text and all(line in text for line in checked.config.slurm.setup)
+    given = yaml.safe_load(path.read_text())
+    assert checked.config.weights.interface == given["weights"]["interface"]
