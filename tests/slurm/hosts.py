@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,7 +30,12 @@ mkdir -p -m 1777 "$2/tmp/$1"
 chmod 1777 "$2/tmp/$1"
 mount --bind "$2/hosts" /etc/hosts
 mount --bind "$2/conf" /etc/slurm
-mount --bind "$2/tmp/$1" /tmp
+private="$2/tmp/$1"
+for seen in "${@:3}"; do
+  mkdir -p "$private/${seen#/tmp/}"
+  mount --bind "$seen" "$private/${seen#/tmp/}"
+done
+mount --rbind "$private" /tmp
 echo "$pid" > "$2/run/$1.new"
 mv "$2/run/$1.new" "$2/run/$1.pid"
 while :; do sleep 1000 & wait $! || :; done
@@ -103,7 +109,7 @@ def boot(host: str) -> None:
     command = ["unshare", "--fork", "--kill-child", "--pid", "--ipc", "--mount", "--uts", *network, "--"]
     with open(conf.LOG / f"init-{host}.log", "ab") as log:
         subprocess.Popen(
-            [*command, "bash", "-c", INIT, MARK, host, str(conf.STATE)],
+            [*command, "bash", "-c", INIT, MARK, host, str(conf.STATE), *below_tmp()],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -113,6 +119,12 @@ def boot(host: str) -> None:
     wait_until(f"process 1 on {host}", lambda: init_pid(host), 20)
     if host != conf.HEAD:
         _plug_in(host)
+
+
+def below_tmp() -> list[str]:
+    """What lies in this machine's /tmp and must be seen on the hosts, too: this repository and its Python."""
+    needed = {str(Path(place).resolve()) for place in (Path(__file__).parents[2], sys.prefix, sys.base_prefix)}
+    return sorted(place for place in needed if place.startswith("/tmp/"))
 
 
 def _plug_in(host: str) -> None:
