@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from mpirun import Result, run_ranks
+
+from tests.mpi.mpirun import Result, run_ranks
 
 pytestmark = pytest.mark.mpi
 

@@ -9,10 +9,10 @@ import signal
 import time
 
 import pytest
-import weight_ranks
 
 from areal_hpc.bench import weights as bench
 from areal_hpc.process_group import GroupError, ProcessGroups, open_store, store_port
+from tests.mpi import weight_ranks
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["areal_hpc.weights", "pytest"])  # ranks start in milliseconds

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, VOCAB, plain_logprobs, tiny_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from areal_hpc import models
+from tests.unit.tiny_models import FAMILIES, VOCAB, plain_logprobs, tiny_model
 
 LENGTHS, PROMPTS = [7, 23, 2, 40, 12], [3, 10, 1, 39, 1]
 

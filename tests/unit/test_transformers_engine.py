@@ -8,7 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import (
+
+from areal_hpc.engines.base import Request
+from areal_hpc.engines.transformers_engine import TransformersEngine
+from areal_hpc.sampling import uniforms
+from tests.unit.tiny_models import (
     FAMILIES,
     VOCAB,
     by_key,
@@ -21,10 +25,6 @@ from tiny_models import (
     tiny_model,
     weights_of,
 )
-
-from areal_hpc.engines.base import Request
-from areal_hpc.engines.transformers_engine import TransformersEngine
-from areal_hpc.sampling import uniforms
 
 EOS = 1
 
