@@ -6,6 +6,7 @@ controller.py does it. The unit of counting is the prompt group. A group is
     running -> ready -> taken -> consumed
          \\-> left (filtered, refused, unscored)    taken -> left (its batch was skipped)
 
+A group of an earlier attempt waits in the backlog until a rollout rank has room for it, and is running then.
 Groups that left are out of the staleness count, so a replacement is admitted at once under a new id.
 With `validate=True` every event is followed by a check of all invariants.
 """
@@ -13,9 +14,10 @@ With `validate=True` every event is followed by a check of all invariants.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from areal_hpc.staleness import counted_at_resume, may_admit
 
@@ -71,6 +73,14 @@ class Admit:
 
 
 @dataclass(frozen=True, slots=True)
+class Restore:
+    """Have `rank` go on with group `group_id` of an earlier attempt."""
+
+    group_id: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Compose:
     """Make these groups, in this order, the batch of step `step` and have them shipped to the trainers."""
 
@@ -101,7 +111,7 @@ class Finish:
     why: Literal["last step reached", "data set exhausted"]
 
 
-Instruction = Admit | Compose | Leave | Announce | Finish
+Instruction = Admit | Restore | Compose | Leave | Announce | Finish
 
 
 # ------------------------------------------------------------------------------------------------------- state
@@ -148,8 +158,9 @@ class ControllerState:
 
     Attributes:
         version: newest policy version that rollout ranks have been told to load (i of the rule).
-        admitted: groups ever admitted in this attempt; their ids count on from `next_id`.
+        next_id: the id of the next group; ids count on over all attempts.
         counted: groups in the staleness count (admitted and not left, earlier attempts included).
+        backlog: groups of an earlier attempt that wait for room, oldest first.
         running, ready: group id -> rollout rank, in admission order.
         taken: batches handed to the trainers, oldest first.
     """
@@ -165,20 +176,39 @@ class ControllerState:
     finished: bool = False
     prompts_used: int = 0
     credits: Credits = field(default_factory=Credits)
+    backlog: deque[int] = field(default_factory=deque)
     running: dict[int, int] = field(default_factory=dict)
     ready: dict[int, int] = field(default_factory=dict)
     taken: list[dict[int, int]] = field(default_factory=list)
     left: Counter[str] = field(default_factory=Counter)
 
+    def snapshot(self) -> dict[str, Any]:
+        """All that an attempt needs to go on after the last trained step; batches in training are ready groups again."""
+        return {
+            "step": self.composed - len(self.taken),
+            "version": self.version,
+            "next_id": self.next_id,
+            "prompts_used": self.prompts_used,
+            "left": dict(self.left),
+            "group_ids": sorted([*self.outstanding(), *self.backlog]),
+        }
+
     @classmethod
-    def resume(
-        cls, rules: Rules, version: int, next_id: int, prompts_used: int = 0, validate: bool = False
-    ) -> ControllerState:
-        """State of a run that goes on at `version`: v * B groups are counted as consumed (AReaL issue 1388)."""
-        state = cls(rules, validate=validate, version=version, next_id=next_id, prompts_used=prompts_used)
-        state.counted = counted_at_resume(version, rules.batch_size, 0)
-        state.consumed_batches = state.composed = version
-        return state
+    def resume(cls, rules: Rules, saved: Mapping[str, Any], validate: bool = False) -> ControllerState:
+        """The state that `snapshot` described: v * B groups are consumed, its groups count once (AReaL issue 1388)."""
+        version, groups = saved["version"], saved["group_ids"]
+        return cls(
+            rules,
+            validate=validate,
+            version=version,
+            next_id=saved["next_id"],
+            counted=counted_at_resume(version, rules.batch_size, len(groups)),
+            consumed_batches=version,
+            composed=saved["step"],
+            prompts_used=saved["prompts_used"],
+            backlog=deque(sorted(groups)),
+            left=Counter(saved["left"]),
+        )
 
     def handle(self, event: Event) -> list[Instruction]:
         """Take one event, return what is to be done, in this order."""
@@ -196,6 +226,7 @@ class ControllerState:
                 self._batch_trained(skipped, out)
         if self.started and not self.finished:
             self._compose(out)
+            self._restore(out)
             self._admit(out)
             self._finish(out)
         if self.validate:
@@ -240,7 +271,7 @@ class ControllerState:
         if len(self.ready) < self.rules.batch_size:
             return None
         oldest = sorted(self.ready)[: self.rules.batch_size]
-        if self.rules.order == "strict" and self.running and min(self.running) < oldest[-1]:
+        if self.rules.order == "strict" and any(older < oldest[-1] for older in (*self.running, *self.backlog)):
             return None
         return oldest
 
@@ -256,11 +287,24 @@ class ControllerState:
     def _prompts_left(self) -> bool:
         return self.rules.num_prompts is None or self.prompts_used < self.rules.num_prompts
 
+    def _has_room(self) -> bool:
+        cap = self.rules.max_running_groups
+        return cap is None or len(self.running) < cap
+
+    def _restore(self, out: list[Instruction]) -> None:
+        while self.backlog and self._has_room():
+            rank = self.credits.take(self.rules.group_size)
+            if rank is None:
+                return
+            group_id = self.backlog.popleft()
+            self.running[group_id] = rank
+            out.append(Restore(group_id, rank))
+
     def _may_admit(self) -> bool:
         rules = self.rules
-        cap = math.inf if rules.max_running_groups is None else rules.max_running_groups
         return (
-            len(self.running) < cap
+            self._has_room()
+            and not self.backlog
             and self.counted < rules.steps * rules.batch_size
             and self._prompts_left()
             and may_admit(self.counted + 1, rules.batch_size, self.version, rules.max_staleness)
@@ -282,13 +326,13 @@ class ControllerState:
         if self.version >= self.rules.steps:
             self.finished = True
             out.append(Finish("last step reached"))
-        elif not self._prompts_left() and not self.running and not self.taken:
+        elif not self._prompts_left() and not self.backlog and not self.running and not self.taken:
             self.finished = True
             out.append(Finish("data set exhausted"))
 
     # -------------------------------------------------------------------------------------------- for people
     def outstanding(self) -> dict[int, int]:
-        """Group id -> rollout rank of everything admitted, not consumed and not left."""
+        """Group id -> rollout rank of everything that a rollout rank holds: not consumed and not left."""
         groups = self.running | self.ready
         for batch in self.taken:
             groups |= batch
@@ -298,17 +342,17 @@ class ControllerState:
         """One line that explains why no step is being trained, for deadlines and status."""
         rules = self.rules
         left = ", ".join(f"{n} {why}" for why, n in sorted(self.left.items())) or "none left the count"
+        waiting = f"{len(self.backlog)} of an earlier attempt waiting, " if self.backlog else ""
         return (
             f"version {self.version}: {len(self.ready)} of {rules.batch_size} groups ready, "
-            f"{len(self.running)} running, "
-            f"{len(self.taken)} batches with the trainers, {left}"
+            f"{len(self.running)} running, {waiting}{len(self.taken)} batches with the trainers, {left}"
         )
 
     def check(self) -> None:
         """Raise AssertionError when an invariant does not hold; for tests and replays."""
         rules = self.rules
         taken = [group_id for batch in self.taken for group_id in batch]
-        everything = [*self.running, *self.ready, *taken]
+        everything = [*self.backlog, *self.running, *self.ready, *taken]
         assert len(everything) == len(set(everything)), "a group is in two places"
         assert self.counted == len(everything) + self.consumed_batches * rules.batch_size, "the staleness count is off"
         assert all(len(batch) == rules.batch_size for batch in self.taken), "a taken batch has not B groups"
@@ -320,5 +364,5 @@ class ControllerState:
         assert len(self.taken) <= rules.max_batches_taken
         if rules.max_running_groups is not None:
             assert len(self.running) <= rules.max_running_groups, "more groups running than allowed"
-        if rules.order == "strict" and taken and self.running:
-            assert max(taken) < min(self.running), "strict order: a group was overtaken"
+        if rules.order == "strict" and taken and (older := [*self.running, *self.backlog]):
+            assert max(taken) < min(older), "strict order: a group was overtaken"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -19,6 +20,7 @@ from areal_hpc.controller_state import (
     GroupDone,
     GroupRefusedByRank,
     Leave,
+    Restore,
     Rules,
     Start,
 )
@@ -167,12 +169,30 @@ def test_the_end_by_data():
 
 def test_resume_counts_what_was_consumed():
     rules = Rules(batch_size=2, group_size=4, steps=100, max_staleness=1)
-    state = ControllerState.resume(rules, version=7, next_id=30, validate=True)
+    saved = {"step": 9, "version": 7, "next_id": 30, "prompts_used": 30, "left": {"skipped": 4}, "group_ids": []}
+    state = ControllerState.resume(rules, saved, validate=True)
     state.handle(CreditsGranted(5, 1000))
     out = state.handle(Start())
     assert out == [Admit(30, 5, 7), Admit(31, 5, 7), Admit(32, 5, 7), Admit(33, 5, 7)]
     done(state, 30)
-    assert done(state, 31) == [Compose(8, (30, 31))]
+    assert done(state, 31) == [Compose(10, (30, 31))]
+
+
+def test_resume_goes_on_with_every_group_before_it_admits_another():
+    state, _ = started({5: 1000}, max_staleness=1)
+    done(state, 0)
+    assert done(state, 1) == [Compose(1, (0, 1))]
+    done(state, 2)
+    assert state.snapshot() == {  # the batch in training is not trained yet
+        "step": 0, "version": 0, "next_id": 4, "prompts_used": 4, "left": {}, "group_ids": [0, 1, 2, 3],
+    }  # fmt: skip
+    again = ControllerState.resume(state.rules, state.snapshot(), validate=True)
+    assert again.handle(CreditsGranted(7, 8)) == []
+    assert again.handle(Start()) == [Restore(0, 7), Restore(1, 7)]
+    done(again, 1)
+    assert again.handle(CreditsGranted(8, 100)) == [Restore(2, 8), Restore(3, 8)]
+    assert done(again, 0) == [Compose(1, (0, 1))]
+    assert again.handle(BatchTrained(skipped=False)) == [Announce(1), Admit(4, 8, 1), Admit(5, 8, 1)]
 
 
 def test_waiting_for_names_what_blocks():
@@ -193,7 +213,8 @@ def test_waiting_for_names_what_blocks():
     cap=st.sampled_from([None, 1, 3]),
 )
 def test_any_schedule_ends_within_the_bound(data, batch_size, eta, order, ranks, steps, cap):
-    """Random completion order, rejections and skips: no deadlock, and the staleness bound holds.
+    """Random completion order, rejections, skips and ends of attempts: no deadlock, no group trained twice or lost, and
+    the staleness bound holds.
 
     A group's first token comes from a version of at least its min_version, so lag <= consumption version - min_version.
     """
@@ -202,7 +223,7 @@ def test_any_schedule_ends_within_the_bound(data, batch_size, eta, order, ranks,
     floor: dict[int, int] = {}
     training: list[Compose] = []
     consumed: list[int] = []
-    admissions = skips = 0
+    admissions = skips = attempts = 0
 
     def take(instructions):
         nonlocal admissions
@@ -213,10 +234,21 @@ def test_any_schedule_ends_within_the_bound(data, batch_size, eta, order, ranks,
             elif isinstance(instruction, Compose):
                 training.append(instruction)
 
-    for rank in range(ranks):
-        take(state.handle(CreditsGranted(rank, data.draw(st.integers(2, 9)))))
-    take(state.handle(Start()))
+    def begin():
+        for rank in range(data.draw(st.integers(1, 3)) if attempts else ranks):
+            take(state.handle(CreditsGranted(rank, data.draw(st.integers(2, 9)))))
+        take(state.handle(Start()))
+
+    begin()
     while not state.finished:
+        if attempts < 3 and data.draw(st.integers(0, 15)) == 0:
+            attempts += 1
+            unseen = {*state.outstanding(), *state.backlog}
+            state = ControllerState.resume(rules, json.loads(json.dumps(state.snapshot())), validate=True)
+            training.clear()
+            assert set(state.backlog) == unseen
+            begin()
+            continue
         choices = sorted(state.running) + (["train"] if training else [])
         assert choices, f"deadlock: {state.waiting_for()}"
         choice = data.draw(st.sampled_from(choices))
