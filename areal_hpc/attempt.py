@@ -11,50 +11,129 @@ import importlib
 import importlib.util
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from areal_hpc.attempts import Begin, may_go_on, write_begin
 from areal_hpc.check import facts
+from areal_hpc.checkpoint import Checkpoints, Found
 from areal_hpc.config import Config, PrepareConfig
 from areal_hpc.configcheck import Checked, check_config
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.jobspec import run_job
-from areal_hpc.rundir import RunDir
+from areal_hpc.ownership import Owner, alive, claim, release
+from areal_hpc.resuming import differences
+from areal_hpc.rundir import RunDir, read_json, write_json
+from areal_hpc.slurmstate import States
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An attempt whose ranks may start; `finished`: there is nothing to do, and no attempt was opened."""
+
+    checked: Checked
+    run_dir: RunDir
+    finished: str = ""
 
 
 def main(argv: Sequence[str]) -> int:
     result = os.dup(1)  # what `$(...)` of the batch script takes; whatever the preparation prints is for people
     os.dup2(2, 1)
+    path, overrides = Path(argv[0]), argv[1:]
     try:
-        checked, run_dir = begin(Path(argv[0]), argv[1:])
-        if "SLURM_JOB_ID" in os.environ:
-            refuse_known_bad(checked.config, argv[0], argv[1:])
+        begun = begin(path, overrides)
     except RunError as error:
         print(error.reason, file=sys.stderr)
         return int(error.code)
-    print(f"{facts(checked)}\n  attempt  {run_dir.attempt}", flush=True)
+    if begun.finished:
+        write_json(begun.run_dir.status, read_json(begun.run_dir.status) | {"job_id": os.environ.get("SLURM_JOB_ID")})
+        print(begun.finished, flush=True)
+        return int(Exit.DONE)
+    print(f"{facts(begun.checked)}\n  attempt  {begun.run_dir.attempt}", flush=True)
     if script := os.environ.get("AREAL_HPC_BATCH_SCRIPT"):
-        shutil.copy(script, run_dir.batch_script)
-    os.write(result, f"{run_dir.attempt_dir}\n".encode())
+        shutil.copy(script, begun.run_dir.batch_script)
+    os.write(result, f"{begun.run_dir.attempt_dir}\n".encode())
     return int(Exit.DONE)
 
 
-def begin(path: Path, overrides: Sequence[str]) -> tuple[Checked, RunDir]:
-    """Check a configuration, make what it prepares, and open the next attempt of its run.
+def begin(path: Path, overrides: Sequence[str]) -> Begun:
+    """Check a configuration, make what it prepares, become the owner of its run directory, open the next attempt.
 
     Raises:
         ConfigErrors: it is not usable, before or after the preparation.
-        RunError: CONFIG, what prepares cannot be loaded.
+        RunError: CONFIG, what prepares cannot be loaded, somebody else owns the directory, or its checkpoint is of
+            another run; FAILED, this job has tried often enough; PREFLIGHT, MPI cannot start as configured.
     """
     checked = check_config(path, overrides)
     if checked.config.prepare is not None:
         prepare(checked.config.prepare)
         checked = check_config(path, overrides)
     config = checked.config.resolved()
-    run_dir = RunDir.next_attempt(Path(config.run_dir))
-    run_dir.config.write_text(config.to_yaml(), encoding="utf-8")
-    return checked, run_dir
+    root = Path(config.run_dir)
+    number = RunDir.next_number(root)
+    if config.checkpoint.resume and (finished := what_is_finished(RunDir(root, number), config)):
+        return Begun(checked, RunDir(root, number), finished)
+    owner = claim(root, Owner.here(number), lambda other: alive(other, states_of))
+    try:
+        found = find_checkpoint(RunDir(root, number), config)
+        if "SLURM_JOB_ID" in os.environ:
+            refuse_known_bad(checked.config, str(path), overrides)
+        run_dir = RunDir.next_attempt(root)
+        run_dir.config.write_text(config.to_yaml(), encoding="utf-8")
+        leave_word(run_dir, found, [owner.note] if owner.note else [])
+    except BaseException:
+        release(owner)
+        raise
+    return Begun(checked, run_dir)
+
+
+def what_is_finished(run_dir: RunDir, config: Config) -> str:
+    """A sentence for people when the run has reached its end already, else nothing."""
+    status = read_json(run_dir.status)
+    if status.get("state") != "done" or status.get("steps", 0) < config.steps:
+        return ""
+    return (
+        f"areal-hpc: the run in {run_dir.root} is finished: version {status['version']}, {status['why_ended']}; "
+        "raise steps to go on, set checkpoint.resume=false to begin anew, or name another run_dir"
+    )
+
+
+def find_checkpoint(run_dir: RunDir, config: Config) -> Found | None:
+    """The newest valid checkpoint to go on from.
+
+    Raises:
+        RunError: CONFIG, it belongs to another configuration; FAILED, this job has tried often enough.
+    """
+    if not config.checkpoint.resume:
+        return None
+    found = Checkpoints(run_dir.checkpoints, config.checkpoint.keep).newest()
+    if found is not None and (changed := differences(found.facts["config"], config)):
+        hint = "name another run_dir, or set checkpoint.resume=false to begin anew"
+        raise RunError(Exit.CONFIG, f"areal-hpc: {found.path} is of another run: {'; '.join(changed)}; {hint}")
+    reached, job_id = found.step if found else 0, os.environ.get("SLURM_JOB_ID")
+    if job_id is not None and (reason := may_go_on(run_dir.root, reached, config.checkpoint.max_fruitless, job_id)):
+        raise RunError(Exit.FAILED, f"areal-hpc: {reason}")
+    return found
+
+
+def leave_word(run_dir: RunDir, found: Found | None, notes: list[str]) -> None:
+    """Write down, for the controller and for later attempts, what this one goes on from."""
+    notes = [*notes, *(found.refused if found else ())]
+    for note in notes:
+        print(f"areal-hpc: {note}", file=sys.stderr, flush=True)
+    begin = Begin(socket.gethostname(), os.environ.get("SLURM_JOB_ID"), found.step if found else 0)
+    write_begin(run_dir.attempt_dir, begin)
+    write_json(run_dir.resume, {"checkpoint": str(found.path) if found else None, "notes": notes})
+
+
+def states_of(job_ids: Sequence[str]) -> States:
+    """What Slurm says of jobs; submitit is loaded only when somebody asks."""
+    from areal_hpc.hetjob import job_states
+
+    return job_states(job_ids)
 
 
 def refuse_known_bad(config: Config, path: str, overrides: Sequence[str]) -> None:

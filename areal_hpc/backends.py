@@ -43,6 +43,7 @@ def _trainer(config: Config, world: World, welcome: Welcome) -> Iterator[Trainer
     import torch
 
     from areal_hpc.buckets import BucketPlan
+    from areal_hpc.checkpoint import read_tensors, write_tensors
     from areal_hpc.learner import Learner
     from areal_hpc.models import load_model, load_tokenizer, named_weights, save_model
     from areal_hpc.weights import WeightSender
@@ -61,6 +62,8 @@ def _trainer(config: Config, world: World, welcome: Welcome) -> Iterator[Trainer
         weights=lambda: named_weights(model),
         sender=sender,
         save=lambda directory: save_model(model, tokenizer, directory),
+        write_state=write_tensors,
+        read_state=read_tensors,
     )
     groups.close()  # after a healthy end only: a failed peer would hold it up
 

@@ -17,7 +17,7 @@ ENVIRONMENT = {
 
 
 def render(spec: JobSpec) -> str:
-    """The script: #SBATCH lines of all components, setup, prologue, and one srun that makes one MPI world."""
+    """The script: #SBATCH lines of all components, setup, prologue, one srun that makes one MPI world, epilogue."""
     parts = [
         ["#!/bin/bash", *(f"# {line}" for line in spec.title), f"# {summary(spec)}"],
         list(_directives(spec)),
@@ -27,7 +27,9 @@ def render(spec: JobSpec) -> str:
             "unset SRUN_CPUS_PER_TASK SLURM_CPUS_PER_TASK # each component says its own below",
         ],
         list(spec.prologue),
+        ["code=0"] if spec.epilogue else [],
         list(_srun(spec)),
+        list(spec.epilogue),
     ]
     return "\n".join(line for part in parts for line in part) + "\n"
 
@@ -40,14 +42,17 @@ def summary(spec: JobSpec) -> str:
 
 def _directives(spec: JobSpec) -> Iterator[str]:
     yield from flags(("job-name", spec.name), ("output", spec.output), ("open-mode", "append"), ("time", spec.minutes))
-    yield from flags(("signal", spec.signal))
+    if spec.requeue:
+        yield "#SBATCH --requeue"
     if spec.shape == "steps":
         yield from _allocation(spec)
+        yield from flags(("signal", spec.signal))
         return
     for number, component in enumerate(spec.components):
         if number:
             yield "#SBATCH hetjob"
         yield from _component(component)
+        yield from flags(("signal", spec.signal))  # not inherited by every version of Slurm
 
 
 def _component(component: Component) -> Iterator[str]:
@@ -109,7 +114,7 @@ def _srun(spec: JobSpec) -> Iterator[str]:
         if component.settings.cpus_per_task:
             where.append(f"--cpus-per-task={component.settings.cpus_per_task}")
         last = number == len(spec.components) - 1
-        yield f"  {' '.join(where)} {component.command}" + ("" if last else " : \\")
+        yield f"  {' '.join(where)} {component.command}" + (_status(spec) if last else " : \\")
 
 
 def _plain_step(spec: JobSpec) -> Iterator[str]:
@@ -126,4 +131,9 @@ def _plain_step(spec: JobSpec) -> Iterator[str]:
     yield 'scontrol show hostnames "$SLURM_JOB_NODELIST" |'
     yield '  while read -r host; do for _ in $(seq "$1"); do echo "$host"; done; shift; done > "$SLURM_HOSTFILE"'
     yield shlex.join(["srun", *flags, *([f"--cpus-per-task={cpus}"] if cpus else []), *spec.srun]) + " \\"
-    yield f"  {spec.components[0].command.partition(' --component ')[0]}"
+    yield f"  {spec.components[0].command.partition(' --component ')[0]}{_status(spec)}"
+
+
+def _status(spec: JobSpec) -> str:
+    """Keep srun's exit code for the epilogue, which `set -e` would not reach."""
+    return " || code=$?" if spec.epilogue else ""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from areal_hpc.trajectory import Key, Trajectory
 
 if TYPE_CHECKING:
+    from areal_hpc.checkpoint import FileRecord
     from areal_hpc.engines.base import Engine
     from areal_hpc.rewards import RewardResult
 
@@ -62,7 +63,14 @@ class Learns(Protocol):
     """The policy with its optimizer."""
 
     def train(self, batch: Batch) -> StepResult:
-        """One optimizer step per minibatch, together with all other trainer ranks."""
+        """One optimizer step per minibatch, together with all other trainer ranks. An exception of `Between` leaves
+        the step as if it had never begun."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Weights and optimizer of this moment, as copies."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
 
 
 class Update(Protocol):
@@ -104,12 +112,15 @@ class TrainerCompute:
         weights: the current ones by name, as `Sender.publish` takes them.
         sender: None on all trainer ranks but the first.
         save: writes the model into a directory.
+        write_state, read_state: the learner's state to and from a file of a checkpoint; they run in any thread.
     """
 
     make_learner: Callable[[Between, ActivityHook], Learns]
     weights: Callable[[], Mapping[str, Any]]
     sender: Sender | None
     save: Callable[[Path], None]
+    write_state: Callable[[Path, Mapping[str, Any]], FileRecord]
+    read_state: Callable[[Path], Mapping[str, Any]]
 
 
 # ------------------------------------------------------------------------------------------------- rollout ranks

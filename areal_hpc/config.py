@@ -184,6 +184,17 @@ class WeightsConfig(Section):
     """Network interface for the weights group, for instance ib0; null: the library chooses."""
 
 
+class CheckpointConfig(Section):
+    every_s: Seconds | None = 600.0
+    """Least time between two checkpoints; null: only when a signal says that the job is about to end."""
+    keep: Annotated[Whole, Field(ge=2), Unit("checkpoints")] = 2
+    """Checkpoints that are kept, the newest ones."""
+    resume: bool = True
+    """Go on from the newest valid checkpoint of run_dir; false: every start is a new run at version 0."""
+    max_fruitless: Annotated[Count, Unit("attempts in a row")] = 3
+    """The run is given up after so many attempts that trained no new step."""
+
+
 class DeadlinesConfig(Section):
     startup_s: Seconds = 300.0
     """From the start of a rank until every rank has reported ready."""
@@ -191,6 +202,8 @@ class DeadlinesConfig(Section):
     """For the rest of a message whose beginning has arrived."""
     weights_s: Seconds = 120.0
     """For one weight update to reach a rollout rank."""
+    checkpoint_s: Seconds = 300.0
+    """For a checkpoint to be written by all ranks; one that takes longer is given up, the run goes on."""
     step_s: Seconds = 3600.0
     """Between two finished steps; a longer silence ends the run with an explanation."""
     exit_s: Seconds = 30.0
@@ -279,6 +292,8 @@ class SlurmConfig(Section):
     """File for what the job prints, %j is the job id; its directory must exist; null: RUN/slurm/%j.out."""
     python: Text | None = None
     """Python that runs the ranks, seen from the nodes; null: the one that submits."""
+    signal_s: Annotated[Whole, Field(ge=0), Unit("s")] = 120
+    """So long before the time limit Slurm tells the run to save and to requeue itself; 0: never."""
     setup: tuple[Text, ...] = ()
     """Shell lines before the ranks start, for instance `module load openmpi`."""
     srun: tuple[Text, ...] = ()
@@ -328,6 +343,8 @@ class Config(Section):
     """The weight broadcast."""
     log: LogConfig = LogConfig()
     """What the HDF5 log keeps."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What survives the end of a job."""
     deadlines: DeadlinesConfig = DeadlinesConfig()
     """How long anything may take."""
     simulation: SimulationConfig = SimulationConfig()

@@ -11,17 +11,19 @@ Stop, and who has not answered in time is ended by an MPI abort (rank.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from areal_hpc import controller_state as state_machine
-from areal_hpc.activity import ActivityRecorder
+from areal_hpc import signals
 from areal_hpc.bookkeeping import BatchRecord, GroupRecord, group_rows, step_row
 from areal_hpc.comm import Received, World
 from areal_hpc.config import Config
 from areal_hpc.controller_state import ControllerState, Rules
 from areal_hpc.datasets import Prompt, PromptSource
+from areal_hpc.desk import Desk
 from areal_hpc.evaluation import Evaluation
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.faults import fault
@@ -36,48 +38,39 @@ from areal_hpc.messages import (
     Event,
     GroupFinished,
     GroupRefused,
+    GroupsRestored,
+    GroupsSaved,
     LoadWeights,
     ModelSaved,
     RankFailed,
     Ready,
+    RestoreGroups,
     Samples,
+    SaveFailed,
     SaveModel,
     ShipSamples,
     StepFinished,
     TrainBatch,
+    Trained,
+    TrainerSaved,
+    Warned,
     WeightsLoaded,
     WeightsSent,
 )
-from areal_hpc.preflight import RunClock, role_of, rollout_ranks, trainer_ranks, unusable
+from areal_hpc.preflight import RunClock, role_of, unusable
 from areal_hpc.progress import Progress
-from areal_hpc.reporting import interval_arrays, num_ignored
+from areal_hpc.resuming import SavedRun
 from areal_hpc.runlog_writer import RunLogWriter
+from areal_hpc.saver import Saver, groups_file
 from areal_hpc.shipment import split
-from areal_hpc.waiting import Backoff
 
 
-def rules_of(config: Config, num_prompts: int | None) -> Rules:
-    """The controller's rules for a (resolved) configuration."""
-    trainer, staleness = config.trainer, config.staleness
-    return Rules(
-        batch_size=trainer.batch_size,
-        group_size=trainer.group_size,
-        steps=config.steps,
-        max_staleness=staleness.eta,
-        order=staleness.order,
-        max_running_groups=staleness.max_running_groups,
-        min_success=config.filter.min_success,
-        max_success=config.filter.max_success,
-        min_usable=1 if trainer.advantage.group_norm == "none" else 2,
-        num_prompts=num_prompts,
-    )
-
-
-class Controller:
+class Controller(Desk):
     """World rank 0.
 
     Args:
-        interrupted: tells whether a signal asked the run to end, and which.
+        saver: of this attempt's checkpoints.
+        saved: the state of an earlier attempt to go on from.
     """
 
     def __init__(
@@ -89,32 +82,26 @@ class Controller:
         source: PromptSource,
         heldout: Sequence[Prompt],
         progress: Progress,
-        interrupted: Callable[[], str | None],
+        saver: Saver,
+        saved: SavedRun | None = None,
     ) -> None:
-        self.config = config
-        self.world = world
-        self.clock = clock
-        self.log = log
+        super().__init__(config, world, clock, log)
         self.source = source
         self.heldout = heldout
         self.progress = progress
-        self.interrupted = interrupted
-        self.trainers = trainer_ranks(config)
-        self.rollouts = rollout_ranks(config)
-        self.state = ControllerState(rules_of(config, source.num_total))
+        self.saver = saver
+        self.saved = saved
+        rules = Rules.of(config, source.num_total)
+        self.state = saved.begin(rules, source) if saved else ControllerState(rules)
         self.groups: dict[int, GroupRecord] = {}
+        self.restoring: dict[tuple[int, str], list[int]] = {}
+        self.ending: str | None = None
         self.batches: dict[int, BatchRecord] = {}
-        self.activity = ActivityRecorder(clock.now)
         self.evaluation: Evaluation | None = None
         self.not_ready = set(range(1, world.size))
         self.why_finished: str | None = None
-        self.sent_version = -1
-        self.loaded_version = dict.fromkeys(self.rollouts, -1)
         self.model_saved = False
         self.skipped_in_a_row = 0
-        self.log_s = 0.0
-        self.num_ignored_told = 0
-        self.progressed_s = time.monotonic()
 
     # ----------------------------------------------------------------------------------------------- the story
     def run(self) -> str:
@@ -128,14 +115,19 @@ class Controller:
             self.config.deadlines.startup_s,
             lambda: f"ranks {sorted(self.not_ready)} to be ready",
         )
-        self.announce(0)
-        if self.config.evaluation.at_start:
+        self.announce(self.state.version)
+        if self.saved is not None:
+            self.event("resumed", self.saved.sentence)
+        elif self.config.evaluation.at_start:
             self.evaluate()
         self.progress.training_begins()
         self.handle_event(state_machine.Start())
         self.wait_for_progress(lambda: self.why_finished is not None, self.state.waiting_for)
+        if self.config.checkpoint.resume:
+            self.save_now()  # whoever raises `steps` goes on as if the run had never ended
         self.drop_the_rest()
-        self.wait_for_progress(self.everybody_is_up_to_date, lambda: f"version {self.state.version} to be loaded")
+        newest = self.state.version
+        self.wait_for_progress(lambda: self.version_everywhere >= newest, lambda: f"version {newest} to be loaded")
         self.world.post(self.trainers[0], SaveModel())
         if self.config.evaluation.at_end:
             self.evaluate()
@@ -166,11 +158,6 @@ class Controller:
                 AdmitGroup(group_id, prompt.prompt_id, prompt.text, prompt.metadata, 1, evaluation.version, "evaluate"),
             )
 
-    def everybody_is_up_to_date(self) -> bool:
-        """The newest version has left the trainer and is loaded on every rollout rank."""
-        versions = [self.sent_version, *self.loaded_version.values()]
-        return min(versions) >= self.state.version
-
     def drop_the_rest(self) -> None:
         """The end came in the middle of everything: forget what is running, write down what is finished."""
         outstanding = self.state.outstanding()
@@ -188,11 +175,16 @@ class Controller:
     def handle_event(self, event: state_machine.Event) -> None:
         for instruction in self.state.handle(event):
             self.carry_out(instruction)
+        for (rank, path), group_ids in self.restoring.items():
+            self.world.post(rank, RestoreGroups(path), {"group_id": np.array(group_ids, np.int64)})
+        self.restoring.clear()
 
     def carry_out(self, instruction: state_machine.Instruction) -> None:
         match instruction:
             case state_machine.Admit(group_id, rank, min_version):
                 self.admit(group_id, rank, min_version)
+            case state_machine.Restore(group_id, rank):
+                self.restore(group_id, rank)
             case state_machine.Compose(step, group_ids):
                 self.compose(step, group_ids)
             case state_machine.Leave(group_id, rank, why):
@@ -211,6 +203,13 @@ class Controller:
         )
         self.world.post(rank, message)
 
+    def restore(self, group_id: int, rank: int) -> None:
+        """A group of an earlier attempt goes on at `rank`; told when all of this event's are known."""
+        assert self.saved is not None
+        prompt_id, name = self.saved.group(group_id)
+        self.groups[group_id] = GroupRecord(group_id, prompt_id, rank, self.clock.now())
+        self.restoring.setdefault((rank, str(self.saved.path / name)), []).append(group_id)
+
     def compose(self, step: int, group_ids: Sequence[int]) -> None:
         """Plan the batch, tell the trainers what it holds and the rollout ranks where to send it."""
         fault("controller.compose", self.world.rank)
@@ -227,10 +226,10 @@ class Controller:
             )
         self.batches[step] = batch
         table = {name: getattr(batch, name) for name in TrainBatch.ARRAYS}
+        save_to = self.saver.order(step)
         for position, trainer in enumerate(self.trainers):
-            self.world.post(
-                trainer, TrainBatch(step, batch.micro_batches_of(position), batch.minibatch_tokens()), table
-            )
+            header = TrainBatch(step, batch.micro_batches_of(position), batch.minibatch_tokens(), save_to)
+            self.world.post(trainer, header, table)
         owner = np.array([self.groups[group_id].rank for group_id in batch.group_id.tolist()])
         for rank in self.rollouts:
             mine = owner == rank
@@ -275,26 +274,28 @@ class Controller:
                 self.step_finished(report)
             case Samples():
                 self.log.tokens(split(arrays))
-            case WeightsSent(version, num_bytes, snapshot_s, broadcast_s):
-                self.sent_version = version
-                self.log.weight_update(
-                    {
-                        "version": version,
-                        "time_s": self.clock.now(),
-                        "num_bytes": num_bytes,
-                        "snapshot_s": snapshot_s,
-                        "broadcast_s": broadcast_s,
-                    }
-                )
+            case WeightsSent() as sent:
+                self.weights_sent(sent)
             case WeightsLoaded() as loaded:
                 self.weights_loaded(loaded, source)
             case ActivityReport():
                 self.log_activity(arrays, source)
             case Event(kind, text):
                 self.event(kind, text, source)
+            case TrainerSaved() | GroupsSaved() as part:
+                self.saver.part(source, part)
+            case SaveFailed() as failed:
+                self.saver.part_failed(source, failed)
+            case GroupsRestored(num_groups, num_finished, num_tokens):
+                text = f"{num_groups} groups, {num_finished} finished answers, {num_tokens:,} tokens of others"
+                self.event("groups_restored", text, source)
+            case Warned(name):
+                self.asked_to_end(name, source)
             case ModelSaved(path, seconds):
                 self.model_saved = True
                 self.event("model_saved", f"{path} in {seconds:.1f} s", source)
+            case RankFailed(code, reason) if self.ending and source in self.trainers[1:]:
+                self.event("rank_failed", reason, source)  # the first trainer has left their collective to save
             case RankFailed(code, reason):
                 raise RunError(Exit(code), f"rank {source} ({role_of(source, self.config)}) {reason}")
             case _:
@@ -326,9 +327,13 @@ class Controller:
         rows = batch.rows(version_before, Fate.DROPPED if report.skipped else Fate.CONSUMED)
         self.log.trajectories(rows)
         self.progressed_s = time.monotonic()
+        ids = np.array([group.group_id for group in batch.groups], np.int64)
+        for rank in self.rollouts:
+            self.world.post(rank, Trained(report.step), {"group_id": ids})
         self.handle_event(state_machine.BatchTrained(report.skipped))
         for group in batch.groups:
             self.groups.pop(group.group_id, None)
+        self.saver.cut(report.step, *self.snapshot())
         row = step_row(report, batch, rows, version_before) | {
             "time_s": self.clock.now(),
             "num_admitted": self.state.next_id,
@@ -336,9 +341,7 @@ class Controller:
             "num_filtered": self.state.left["filtered"],
             "log_s": self.log_s,
         }
-        self.log_s = 0.0
-        self.log.step(row)
-        self.flush()
+        self.log_step(row)
         self.progress.step(row)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if report.skipped else 0
         if self.skipped_in_a_row >= self.config.trainer.max_skipped:
@@ -348,51 +351,48 @@ class Controller:
                 "the batches are kept as skipped_step_*.npz in the attempt's directory",
             )
 
-    def weights_loaded(self, loaded: WeightsLoaded, source: int) -> None:
-        self.loaded_version[source] = loaded.version
-        row = {
-            name: [getattr(loaded, name)]
-            for name in ("version", "receive_s", "pause_s", "interrupted", "reprefilled_tokens")
-        }
-        self.log.weight_loads(row | {"rank": [source], "time_s": [self.clock.now()]})
+    # --------------------------------------------------------------------------------------------- saving, ending
+    def snapshot(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The controller's part of a checkpoint, and what its manifest says."""
+        state = self.state.snapshot()
+        rank_of = self.state.outstanding()
+        groups = [(g, self.groups[g].prompt_id, groups_file(rank)) for g, rank in rank_of.items()]
+        waiting = [(g, *self.saved.group(g)) for g in self.state.backlog] if self.saved else []
+        cursor = list(self.source.cursor)
+        facts = {name: state[name] for name in ("step", "version")} | {"config": self.config.model_dump(mode="json")}
+        return state | {"cursor": cursor, "groups": groups, "waiting": waiting}, facts
 
-    # ------------------------------------------------------------------------------------------ waiting, logging
-    def event(self, kind: str, text: str, rank: int = 0) -> None:
-        self.log.event(self.clock.now(), kind, text, rank)
+    def idle(self) -> None:
+        self.saver.poll()
+        if (name := signals.take()) is not None:
+            self.asked_to_end(name, self.world.rank)
 
-    def flush(self) -> None:
-        if (count := num_ignored(self.world)) > self.num_ignored_told:
-            self.num_ignored_told = count
-            self.event("messages_ignored", f"{count} doubled or stale messages ignored so far on the controller")
-        self.log_activity(interval_arrays(self.activity.drain()), self.world.rank)
-        with self.activity("log"):
-            self.log_s += self.log.flush()
-
-    def log_activity(self, intervals: dict[str, np.ndarray], rank: int) -> None:
-        self.log.activity(intervals | {"rank": np.full(len(intervals["kind"]), rank, np.int32)})
-
-    def wait_for_progress(self, done: Callable[[], bool], waiting_for: Callable[[], str]) -> None:
-        """Wait as long as steps keep finishing; `deadlines.step_s` without one ends the run."""
-        self.progressed_s = time.monotonic()
-        self.wait(done, self.config.deadlines.step_s, waiting_for)
-
-    def wait(self, done: Callable[[], bool], timeout_s: float, waiting_for: Callable[[], str]) -> None:
-        """Handle messages until `done()`.
+    def asked_to_end(self, name: str, rank: int) -> None:
+        """A signal: save what there is, and end.
 
         Raises:
-            RunError: DEADLINE after `timeout_s` without a finished step; INTERRUPTED on a signal; what a rank reported.
+            RunError: REQUEUE or INTERRUPTED, once, when all is saved or has failed.
         """
-        pause = Backoff()
-        while not done():
-            received = self.world.poll()
-            if received is not None:
-                self.handle(received)
-                pause.reset()
-                continue
-            if (signal_name := self.interrupted()) is not None:
-                raise RunError(Exit.INTERRUPTED, f"stopped by {signal_name} at version {self.state.version}")
-            if time.monotonic() - self.progressed_s > timeout_s:
-                raise RunError(
-                    Exit.DEADLINE, f"nothing finished for {timeout_s:.0f} s while waiting for {waiting_for()}"
-                )
-            pause.sleep()
+        if self.ending is not None:
+            return
+        self.ending = f"{name} on rank {rank}"
+        self.event("signal", self.ending, rank)
+        if self.state.started:
+            self.progress.now("saving")
+            self.save_now()
+        requeue = name == signals.SAVE_AND_REQUEUE.name
+        saved = f"step {self.saver.saved_step} is saved" if self.saver.saved_step >= 0 else "nothing was saved"
+        reason = f"stopped by {self.ending} at version {self.state.version}; {saved}"
+        raise RunError(Exit.REQUEUE if requeue else Exit.INTERRUPTED, reason)
+
+    def save_now(self) -> None:
+        """A checkpoint of this moment: the trainer leaves the step it is in, no group is admitted or composed."""
+        self.state.started = False
+        self.saver.order_now(self.state.snapshot()["step"])
+
+        def done() -> bool:
+            if (step := self.saver.awaits_cut) is not None:
+                self.saver.cut(step, *self.snapshot())
+            return self.saver.pending is None
+
+        self.wait_for_progress(done, lambda: "the checkpoint")

@@ -13,12 +13,12 @@ With `validate=True` every event is followed by a check of all invariants.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from areal_hpc.config import Config
 from areal_hpc.staleness import counted_at_resume, may_admit
 
 
@@ -131,6 +131,23 @@ class Rules:
     num_prompts: int | None = None
     max_batches_taken: int = 2  # one in training and one whose samples already travel
 
+    @classmethod
+    def of(cls, config: Config, num_prompts: int | None) -> Rules:
+        """The rules of a (resolved) configuration over a data set of `num_prompts`, None without end."""
+        trainer, staleness = config.trainer, config.staleness
+        return cls(
+            batch_size=trainer.batch_size,
+            group_size=trainer.group_size,
+            steps=config.steps,
+            max_staleness=staleness.eta,
+            order=staleness.order,
+            max_running_groups=staleness.max_running_groups,
+            min_success=config.filter.min_success,
+            max_success=config.filter.max_success,
+            min_usable=1 if trainer.advantage.group_norm == "none" else 2,
+            num_prompts=num_prompts,
+        )
+
 
 class Credits:
     """Free places for samples, per rollout rank. The rank with most is the one with least outstanding work."""
@@ -183,7 +200,7 @@ class ControllerState:
     left: Counter[str] = field(default_factory=Counter)
 
     def snapshot(self) -> dict[str, Any]:
-        """All that an attempt needs to go on after the last trained step; batches in training are ready groups again."""
+        """What an attempt needs to go on after the last trained step; batches in training are groups like others."""
         return {
             "step": self.composed - len(self.taken),
             "version": self.version,

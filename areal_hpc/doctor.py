@@ -96,6 +96,8 @@ def doctor_job(config: Config, path: str, overrides: Sequence[str], deadline_s: 
         prologue=(f"PYTHON={shlex.quote(config.slurm.python or sys.executable)}",),
         components=tuple(replace(c, command=f"{rank} {c.name}") for c in spec.components),
         signal=None,
+        epilogue=(),
+        requeue=False,
     )
 
 

@@ -15,6 +15,7 @@ class Exit(IntEnum):
     DIVERGED = 4
     DEADLINE = 5
     DISK = 6
+    REQUEUE = 75
     INTERRUPTED = 130
 
 
@@ -25,7 +26,8 @@ MEANING = {
     Exit.PREFLIGHT: "ranks disagree about the run, or the MPI world has not the expected size",
     Exit.DIVERGED: "too many batches in a row gave a loss or a gradient that is not finite",
     Exit.DEADLINE: "a rank waited longer than a deadline of the configuration",
-    Exit.DISK: "the run directory cannot be written",
+    Exit.DISK: "the run directory cannot be written or read",
+    Exit.REQUEUE: "saved before the job's time was over; the next attempt goes on",
     Exit.INTERRUPTED: "stopped by a signal (Ctrl-C, SIGTERM)",
 }
 

@@ -9,8 +9,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areal_hpc.config import ComponentConfig, Config
+from areal_hpc.exits import Exit
 
 Shape = Literal["het", "steps"]
+
+FINAL = (Exit.DONE, Exit.CONFIG, Exit.PREFLIGHT, Exit.DIVERGED, Exit.DISK, Exit.INTERRUPTED)
+"""After these ends another attempt would end the same way, or nobody wants one."""
+
+EPILOGUE = (
+    'case "$code" in',
+    f"  {'|'.join(str(int(code)) for code in FINAL)}) ;; # done, or another attempt would end the same way",
+    '  *) scontrol requeue "$SLURM_JOB_ID" ;; # the time is over, or a rank was lost: the next attempt goes on',
+    "esac",
+    'exit "$code"',
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +60,11 @@ class JobSpec:
         output: file for everything the job prints; %j is the job id.
         setup: shell lines before anything else, as the user wrote them.
         prologue: shell lines between setup and srun.
+        epilogue: shell lines after it; `$code` is srun's exit code then.
         srun: further flags of srun.
         title: comment lines at the top.
         signal: `sbatch --signal`, for instance USR2@90.
+        requeue: Slurm may start the job again after preemption or the loss of a node.
     """
 
     name: str
@@ -65,6 +79,8 @@ class JobSpec:
     srun: tuple[str, ...] = ()
     title: tuple[str, ...] = ()
     signal: str | None = None
+    epilogue: tuple[str, ...] = ()
+    requeue: bool = False
 
     @property
     def num_tasks(self) -> int:
@@ -131,7 +147,11 @@ def run_job(config: Config, path: str, overrides: Sequence[str], python: str, ti
             f"PYTHON={shlex.quote(slurm.python or python)}",
             "export AREAL_HPC_BATCH_SCRIPT=$0",
             f'ATTEMPT_DIR=$("$PYTHON" {begin})',
+            '[ -n "$ATTEMPT_DIR" ] || exit 0 # the run is finished',
         ),
+        epilogue=EPILOGUE if config.checkpoint.resume else (),
+        signal=f"USR2@{slurm.signal_s}" if slurm.signal_s and config.checkpoint.resume else None,
+        requeue=config.checkpoint.resume,
         srun=slurm.srun,
         title=tuple(title),
     )

@@ -31,13 +31,17 @@ def main(argv: Sequence[str]) -> int:
     began_s = time.monotonic()
     try:
         mpiexec = find_mpiexec()
-        checked, run_dir = begin(Path(argv[0]), argv[1:])
+        begun = begin(Path(argv[0]), argv[1:])
     except RunError as error:
         print(error.reason, file=sys.stderr)
         return int(error.code)
     except KeyboardInterrupt:
         print("areal-hpc: stopped before the run began", file=sys.stderr)
         return int(Exit.INTERRUPTED)
+    if begun.finished:
+        print(begun.finished)
+        return int(Exit.DONE)
+    checked, run_dir = begun.checked, begun.run_dir
     config = checked.config.resolved()
     print(f"{facts(checked)}\n  attempt  {run_dir.attempt}", flush=True)
     return LocalRun(config, run_dir, command_line(mpiexec, config, run_dir)).watch(began_s)

@@ -6,7 +6,7 @@ buffer, so that a rank whose micro-batch is empty joins the same all-reduce as t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -109,7 +109,11 @@ class Learner:
                     proximal = self._proximal(packed)
         watch.lap("proximal_s")
         with self.activity("train_update"):
-            figures = self._minibatches(packed, proximal, batch.minibatch_tokens)
+            try:
+                figures = self._minibatches(packed, proximal, batch.minibatch_tokens)
+            except BaseException:  # `between` may leave the step: then it never was
+                self._restore(before)
+                raise
         skipped = "loss" not in figures
         if skipped:
             self._restore(before)
@@ -193,6 +197,28 @@ class Learner:
             group["lr"] = lr
         self.optimizer.step()
         return lr
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and optimizer of this moment, as copies on the CPU; `load_state` takes them."""
+        tensors = {"num_updates": torch.tensor(self.num_updates)}
+        for name, parameter in self._named_parameters():
+            tensors[f"weights/{name}"] = parameter.detach().to("cpu", copy=True)
+            for key, value in self.optimizer.state[parameter].items():
+                tensors[f"optimizer/{name}/{key}"] = value.detach().to("cpu", copy=True)
+        return tensors
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises KeyError or RuntimeError when the tensors are not those of this model."""
+        self.num_updates = int(tensors["num_updates"])
+        for name, parameter in self._named_parameters():
+            parameter.copy_(tensors[f"weights/{name}"])
+            start = f"optimizer/{name}/"
+            state = {key.removeprefix(start): value for key, value in tensors.items() if key.startswith(start)}
+            self.optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
+
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
     def _snapshot(self) -> tuple[list[Tensor], list[dict[str, Tensor]], int]:
         state = [{k: v.clone() for k, v in self.optimizer.state[p].items()} for p in self.parameters]

@@ -256,6 +256,13 @@ class TrainerSaved(Message):
     write_s: float
 
 
+class SaveFailed(Message):
+    """Trainer or rollout -> controller: my part of this checkpoint could not be written."""
+
+    step: int
+    reason: str
+
+
 class SaveGroups(Message):
     """Controller -> rollout: write all groups you hold into this file; generation goes on."""
 
@@ -306,6 +313,12 @@ class Event(Message):
 
     kind: str
     text: str
+
+
+class Warned(Message):
+    """Any rank -> controller: Slurm sent me this signal; the job, or my component of it, is about to end."""
+
+    signal: str
 
 
 class RankFailed(Message):

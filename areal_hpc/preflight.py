@@ -97,8 +97,12 @@ def join(world: World, config: Config) -> tuple[RunClock, Welcome]:
     return RunClock(zero_s), welcome
 
 
-def welcome_all(world: World, config: Config) -> tuple[RunClock, list[Hello]]:
+def welcome_all(world: World, config: Config, resume: str = "", version: int = 0) -> tuple[RunClock, list[Hello]]:
     """Controller's side of `join`: collect one Hello from every rank, compare, welcome all.
+
+    Args:
+        resume: checkpoint to go on from, "" for none.
+        version: its policy version.
 
     Returns:
         The run clock, and what every rank said, by rank.
@@ -118,7 +122,7 @@ def welcome_all(world: World, config: Config) -> tuple[RunClock, list[Hello]]:
     _nobody_shares_a_gpu(hellos)
     single_host = len({hello.host for hello in hellos.values()}) == 1
     for rank in range(1, world.size):
-        world.post(rank, Welcome(single_host))
+        world.post(rank, Welcome(single_host, resume, version))
     return clock, [hellos[rank] for rank in range(world.size)]
 
 

@@ -22,15 +22,18 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from areal_hpc import signals
+from areal_hpc.attempts import BEGIN, End, write_end
 from areal_hpc.backends import rollout_compute, trainer_compute
 from areal_hpc.codec import Codec
 from areal_hpc.comm import World
 from areal_hpc.config import Config, load_resolved
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.messages import MESSAGE_TYPES, Farewell, RankFailed, Stop, Welcome
+from areal_hpc.ownership import held_by, release, still_ours
 from areal_hpc.placement import is_bound, narrow
 from areal_hpc.preflight import CONTROLLER, OWN_GPU, RunClock, check_world, join, role_of, welcome_all
-from areal_hpc.rundir import RunDir
+from areal_hpc.rundir import RunDir, read_json
 from areal_hpc.waiting import Backoff
 
 log = logging.getLogger("areal_hpc")
@@ -90,19 +93,20 @@ def run_controller(config: Config, world: World, run_dir: RunDir) -> int:
     """The controller's life: preflight, the run, and the end, whatever it was."""
     from areal_hpc.progress import Progress
 
-    signals = SignalFlag(signal.SIGINT, signal.SIGTERM)
+    signals.catch(signal.SIGINT, signal.SIGTERM, signals.SAVE_AND_REQUEUE)
     progress = Progress(
         run_dir, config.name, config.steps, os.getpid(), socket.gethostname(), lambda line: print(line, flush=True)
     )
     code, why = Exit.DONE, ""
     try:
-        why = control(config, world, run_dir, progress, signals)
+        why = control(config, world, run_dir, progress)
     except Exception as error:
         log.exception("the run ends here")
         failure = as_run_error(error)
         code, why = failure.code, failure.reason
-    state = "done" if code == Exit.DONE else "interrupted" if code == Exit.INTERRUPTED else "failed"
+    state = {Exit.DONE: "done", Exit.INTERRUPTED: "interrupted", Exit.REQUEUE: "requeued"}.get(code, "failed")
     progress.ended(state, why, int(code))
+    close_attempt(run_dir, progress.status)
     silent = say_farewell(world, why, config.deadlines.exit_s / 2)
     if silent:
         log.error("no farewell from ranks %s: aborting", silent)
@@ -111,14 +115,42 @@ def run_controller(config: Config, world: World, run_dir: RunDir) -> int:
     return int(code)
 
 
-def control(config: Config, world: World, run_dir: RunDir, progress: Any, signals: SignalFlag) -> str:
+def close_attempt(run_dir: RunDir, status: dict[str, Any]) -> None:
+    """Leave word for the next attempt, and the run directory to whoever wants it."""
+    before = read_json(run_dir.attempt_dir / BEGIN).get("steps_done") or 0
+    end = End(
+        state=status["state"],
+        exit_code=status["exit_code"],
+        why_ended=status["why_ended"],
+        steps_done_before=before,
+        steps_done_after=max(before, status.get("step", 0)),
+        host=socket.gethostname(),
+        job_id=status["job_id"],
+    )
+    write_end(run_dir.attempt_dir, end)
+    if (held := held_by(run_dir.root, run_dir.attempt)) is not None:
+        release(held)
+
+
+def control(config: Config, world: World, run_dir: RunDir, progress: Any) -> str:
     """Run the controller with everything it owns; returns why the run ended."""
     from areal_hpc.bookkeeping import rank_rows
+    from areal_hpc.checkpoint import Checkpoints
     from areal_hpc.controller import Controller
     from areal_hpc.datasets import PromptSource, read_prompts
+    from areal_hpc.resuming import SavedRun
     from areal_hpc.runlog_writer import RunLogWriter
+    from areal_hpc.saver import Saver
 
-    clock, hellos = welcome_all(world, config)
+    checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint.keep)
+    resuming = read_json(run_dir.resume)
+    found = resuming.get("checkpoint")
+    trusted = checkpoints.trust(Path(found)) if found else None
+    if found and trusted is None:
+        raise RunError(Exit.DISK, f"{found} was valid a moment ago and cannot be read any more")
+    saved = SavedRun(trusted) if trusted else None
+    resume = (str(saved.path), saved.version) if saved else ("", 0)
+    clock, hellos = welcome_all(world, config, *resume)
     data = config.data
     fields = {"prompt_field": data.prompt_field, "id_field": data.id_field}
     source = PromptSource(
@@ -136,7 +168,16 @@ def control(config: Config, world: World, run_dir: RunDir, progress: Any, signal
     }
     with RunLogWriter(run_dir.run_log, attributes=attributes, tokens=config.log.tokens) as run_log:
         run_log.ranks(rank_rows(hellos))
-        controller = Controller(config, world, clock, run_log, source, heldout, progress, signals.name)
+        claim = held_by(run_dir.root, run_dir.attempt)
+        is_ours = (lambda: still_ours(claim)) if claim else (lambda: True)
+
+        def event(kind: str, text: str) -> None:
+            run_log.event(clock.now(), kind, text)
+
+        saver = Saver(config, world, checkpoints, event, trusted, is_ours)
+        controller = Controller(config, world, clock, run_log, source, heldout, progress, saver, saved)
+        for note in resuming.get("notes", ()):
+            controller.event("note", note)
         try:
             why = controller.run()
         except Exception as error:
@@ -163,26 +204,11 @@ def say_farewell(world: World, reason: str, timeout_s: float) -> list[int]:
     return sorted(silent)
 
 
-class SignalFlag:
-    """Remembers the first of some signals; the controller looks at it between messages."""
-
-    def __init__(self, *signals: signal.Signals) -> None:
-        self._name: str | None = None
-        for number in signals:
-            signal.signal(number, self._received)
-
-    def _received(self, number: int, _: object) -> None:
-        self._name = self._name or signal.Signals(number).name
-
-    def name(self) -> str | None:
-        return self._name
-
-
 # ------------------------------------------------------------------------------------------ trainer and rollout
 def run_other(config: Config, world: World, run_dir: RunDir) -> int:
-    """A trainer or rollout rank. Ctrl-C is the controller's; SIGTERM (its component is cancelled) ends the run."""
+    """A trainer or rollout rank. It passes signals on to the controller, who decides. Ctrl-C is for the controller."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, fail_by_signal)
+    signals.catch(signal.SIGTERM, signals.SAVE_AND_REQUEUE)
     code = Exit.DONE
     try:
         clock, welcome = join(world, config)
@@ -196,12 +222,6 @@ def run_other(config: Config, world: World, run_dir: RunDir) -> int:
     world.post(CONTROLLER, Farewell())
     world.close(config.deadlines.exit_s / 2, int(code))
     return int(code)
-
-
-def fail_by_signal(number: int, _: object) -> None:
-    """Handler: this rank fails where it is, once."""
-    signal.signal(number, signal.SIG_IGN)
-    raise RunError(Exit.INTERRUPTED, f"{signal.Signals(number).name} received")
 
 
 def report_failure(world: World, failure: RunError, timeout_s: float) -> None:
@@ -226,7 +246,7 @@ def run_trainer(config: Config, world: World, clock: RunClock, welcome: Welcome,
     from areal_hpc.trainer import Trainer
 
     with trainer_compute(config, world, welcome) as compute:
-        Trainer(config, world, clock, compute, run_dir).run()
+        Trainer(config, world, clock, compute, run_dir, welcome).run()
 
 
 def run_rollout(config: Config, world: World, clock: RunClock, welcome: Welcome, run_dir: RunDir) -> None:

@@ -6,9 +6,10 @@ import time
 
 import numpy as np
 
+from areal_hpc import signals
 from areal_hpc.activity import ActivityRecorder, Interval
 from areal_hpc.comm import World
-from areal_hpc.messages import ActivityReport, Event
+from areal_hpc.messages import ActivityReport, Event, Warned
 from areal_hpc.preflight import CONTROLLER, RunClock
 
 REPORT_EVERY_S = 1.0
@@ -39,6 +40,8 @@ class Reporter:
 
     def tick(self) -> None:
         """Cheap; call it in every loop."""
+        if (name := signals.take()) is not None:
+            self.world.post(CONTROLLER, Warned(name))
         if time.monotonic() >= self._next_s:
             self.send()
 

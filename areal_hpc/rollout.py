@@ -2,82 +2,49 @@
 
 Its loop does a little of everything between two decoding steps: messages, weights, one token for every running
 sample, rewards. A finished group is announced by its figures; its tokens stay here until the controller says which
-trainer rank they go to. A prompt is never dropped: what cannot be generated is reported as refused.
+trainer rank they go to, and after that until they are trained on, so that a checkpoint in between can save them. A
+prompt is never dropped: what cannot be generated is reported as refused.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
+from pathlib import Path
 
-import numpy as np
 from numpy.typing import NDArray
 
 from areal_hpc.comm import Received, World
 from areal_hpc.compute import RolloutCompute
 from areal_hpc.config import Config
-from areal_hpc.engines.base import Completion, Request, Swap
+from areal_hpc.engines.base import NOT_BEGUN, Begun, Completion, Request, Swap
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.faults import fault
-from areal_hpc.logschema import Finish, Outcome
+from areal_hpc.group_files import GroupSaver, read_groups
 from areal_hpc.messages import (
     AdmitGroup,
     Credits,
     DropGroups,
     GroupFinished,
     GroupRefused,
+    GroupsRestored,
     LoadWeights,
     Ready,
+    RestoreGroups,
     Samples,
+    SaveGroups,
     ShipSamples,
     Stop,
+    Trained,
     WeightsLoaded,
 )
 from areal_hpc.preflight import CONTROLLER, RunClock, unusable
 from areal_hpc.reporting import Reporter
-from areal_hpc.rewards import RewardResult
+from areal_hpc.rollout_state import Group, SavedGroup, snapshot
 from areal_hpc.seeds import sample_seed
 from areal_hpc.shipment import join
-from areal_hpc.trajectory import Key, Trajectory
+from areal_hpc.trajectory import Key
 from areal_hpc.waiting import Backoff
-
-
-@dataclass(slots=True)
-class Group:
-    """One admitted prompt with what is known of its samples so far."""
-
-    header: AdmitGroup
-    prompt: tuple[int, ...]
-    completions: dict[int, Completion] = field(default_factory=dict)
-    rewards: dict[int, RewardResult] = field(default_factory=dict)
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.rewards) == self.header.num_samples
-
-    def trajectory(self, sample: int) -> Trajectory:
-        done = self.completions[sample]
-        tokens = np.concatenate([np.asarray(self.prompt, np.int32), done.tokens])
-        return Trajectory(self.header.group_id, sample, tokens, len(self.prompt), done.logprobs, done.versions)
-
-    def figures(self, clock: RunClock) -> dict[str, NDArray]:
-        """The arrays of GroupFinished, by sample index."""
-        order = range(self.header.num_samples)
-        done = [self.completions[s] for s in order]
-        scored = [self.rewards[s] for s in order]
-        return {
-            "reward": np.array([r.reward for r in scored], np.float64),
-            "outcome": np.array([Outcome.of(r.outcome) for r in scored], np.uint8),
-            "finish": np.array([Finish.of(c.finish) for c in done], np.uint8),
-            "num_response": np.array([len(c.tokens) for c in done], np.int32),
-            "first_version": np.array([c.versions[0] for c in done], np.int32),
-            "last_version": np.array([c.versions[-1] for c in done], np.int32),
-            "mean_version": np.array([c.versions.mean() for c in done], np.float32),
-            "interruptions": np.array([c.interruptions for c in done], np.int32),
-            "start_s": np.array([clock.at(c.started_s) for c in done], np.float64),
-            "finish_s": np.array([clock.at(c.finished_s) for c in done], np.float64),
-        }
 
 
 class Rollout:
@@ -91,6 +58,7 @@ class Rollout:
         self.compute = compute
         self.engine, self.receiver, self.rewards = compute.engine, compute.receiver, compute.rewards
         self.groups: dict[int, Group] = {}
+        self.saver = GroupSaver()
         self.versions_to_load: list[int] = []
         self.receiving = False
         self.receive_s: dict[int, float] = {}
@@ -103,7 +71,8 @@ class Rollout:
         """Generate until told to stop.
 
         Raises:
-            RunError: DEADLINE when a weight update does not arrive completely in time, or the controller is silent.
+            RunError: DEADLINE when a weight update does not arrive completely in time, or the controller is silent;
+                FAILED or DISK when groups cannot be packed or restored.
             WeightError: an update that arrived is not the one that was announced.
         """
         self.world.post(CONTROLLER, Ready())
@@ -114,6 +83,7 @@ class Rollout:
             busy |= self.take_weights()
             busy |= self.decode()
             busy |= self.take_rewards()
+            busy |= self.report_saved()
             self.grant_credits()
             if busy:
                 pause.reset()
@@ -143,8 +113,10 @@ class Rollout:
         if group is None:
             return
         group.completions[done.key[1]] = done
-        text = self.compute.decode(done.tokens)
-        self.rewards.submit(done.key, group.header.prompt, text, group.header.metadata)
+        self.submit_reward(group.header, done)
+
+    def submit_reward(self, header: AdmitGroup, done: Completion) -> None:
+        self.rewards.submit(done.key, header.prompt, self.compute.decode(done.tokens), header.metadata)
 
     def take_rewards(self) -> bool:
         results = self.rewards.poll()
@@ -161,12 +133,15 @@ class Rollout:
                     f"reward_{result.outcome}", f"group {result.key[0]} sample {result.key[1]}: {result.detail}"
                 )
             if group.is_complete:
-                header = group.header
-                message = GroupFinished(header.group_id, len(group.prompt), header.purpose)
-                self.world.post(CONTROLLER, message, group.figures(self.clock))
-                if header.purpose == "evaluate":
-                    del self.groups[header.group_id]
+                self.announce(group)
         return bool(results)
+
+    def announce(self, group: Group) -> None:
+        header = group.header
+        message = GroupFinished(header.group_id, len(group.prompt), header.purpose)
+        self.world.post(CONTROLLER, message, group.figures(self.clock))
+        if header.purpose == "evaluate":
+            del self.groups[header.group_id]
 
     def grant_credits(self) -> None:
         """Tell the controller about free places as soon as they suffice for a group, or nothing else runs."""
@@ -217,8 +192,14 @@ class Rollout:
             case ShipSamples() as header:
                 with self.reporter.activity("ship"):
                     self.ship(header, arrays["group_id"], arrays["sample"], arrays["trainer"])
+            case Trained():
+                self.forget(arrays["group_id"].tolist())
             case DropGroups():
                 self.drop(arrays["group_id"].tolist())
+            case SaveGroups(step, path):
+                self.save(step, Path(path))
+            case RestoreGroups(path):
+                self.restore(Path(path), arrays["group_id"].tolist())
             case LoadWeights(version):
                 self.versions_to_load.append(version)
             case Stop():
@@ -227,6 +208,11 @@ class Rollout:
                 raise unusable(self.world, self.config, received)
 
     def admit(self, header: AdmitGroup) -> None:
+        self.take_up(SavedGroup(header, {}, {}, {}))
+
+    def take_up(self, saved: SavedGroup) -> None:
+        """Begin with a group, or go on with it where an earlier attempt was; what is finished takes no place."""
+        header = saved.header
         prompt = tuple(self.compute.encode(header.prompt))
         longest = self.config.rollout.max_prompt_tokens
         if not 1 <= len(prompt) <= longest:
@@ -234,22 +220,30 @@ class Rollout:
             self.world.post(CONTROLLER, GroupRefused(header.group_id, reason, header.purpose))
             self.credits_to_grant += header.num_samples
             return
-        self.groups[header.group_id] = Group(header, prompt)
-        self.engine.submit(
-            [
-                Request(
-                    key=(header.group_id, sample),
-                    prompt=prompt,
-                    max_new_tokens=self.config.rollout.max_new_tokens,
-                    seed=sample_seed(self.config.seed, header.purpose, header.group_id, sample),
-                    min_version=header.min_version,
-                )
-                for sample in range(header.num_samples)
-            ]
+        group = Group(header, prompt, dict(saved.completions), dict(saved.rewards))
+        self.groups[header.group_id] = group
+        self.credits_to_grant += len(group.completions)
+        unfinished = [sample for sample in range(header.num_samples) if sample not in group.completions]
+        self.engine.submit([self.request(group, sample, saved.begun.get(sample, NOT_BEGUN)) for sample in unfinished])
+        for sample, done in group.completions.items():
+            if sample not in group.rewards:
+                self.submit_reward(header, done)
+        if group.is_complete:
+            self.announce(group)
+
+    def request(self, group: Group, sample: int, begun: Begun) -> Request:
+        header = group.header
+        return Request(
+            key=(header.group_id, sample),
+            prompt=group.prompt,
+            max_new_tokens=self.config.rollout.max_new_tokens,
+            seed=sample_seed(self.config.seed, header.purpose, header.group_id, sample),
+            min_version=header.min_version,
+            begun=begun,
         )
 
     def ship(self, header: ShipSamples, group_ids: NDArray, samples: NDArray, trainers: NDArray) -> None:
-        """Send finished samples to the trainers that will learn from them, then forget their groups."""
+        """Send finished samples to the trainers that will learn from them."""
         by_rank: dict[int, list[Key]] = defaultdict(list)
         for group_id, sample, trainer in zip(group_ids.tolist(), samples.tolist(), trainers.tolist(), strict=True):
             by_rank[trainer].append((group_id, sample))
@@ -258,12 +252,35 @@ class Rollout:
             self.world.post(trainer, Samples(header.step), arrays)
             if header.also_log:
                 self.world.post(CONTROLLER, Samples(header.step), arrays)
-        for group_id in set(group_ids.tolist()):
-            del self.groups[group_id]
 
     def drop(self, group_ids: list[int]) -> None:
         keys = [(group_id, sample) for group_id in group_ids for sample in range(self.config.trainer.group_size)]
         self.credits_to_grant += self.engine.cancel(keys)
         self.report_swap(self.engine.take_swap())
+        self.forget(group_ids)
+
+    def forget(self, group_ids: list[int]) -> None:
         for group_id in group_ids:
             self.groups.pop(group_id, None)
+
+    # --------------------------------------------------------------------------------------------- checkpoints
+    def save(self, step: int, path: Path) -> None:
+        """Note the state of all groups between two tokens; a thread writes it."""
+        begin_s = time.monotonic()
+        groups = snapshot(self.groups.values(), self.engine.partials())
+        self.saver.save(step, path, groups, time.monotonic() - begin_s)
+
+    def report_saved(self) -> bool:
+        saved = self.saver.poll()
+        if saved is not None:
+            self.world.post(CONTROLLER, saved)
+        return saved is not None
+
+    def restore(self, path: Path, group_ids: list[int]) -> None:
+        """Go on with these groups of an earlier attempt; the controller has reserved places for all their samples."""
+        groups = read_groups(path, group_ids)
+        for group in groups:
+            self.take_up(group)
+        num_finished = sum(len(group.completions) for group in groups)
+        num_tokens = sum(group.num_partial_tokens for group in groups)
+        self.world.post(CONTROLLER, GroupsRestored(len(groups), num_finished, num_tokens))

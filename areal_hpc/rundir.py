@@ -2,11 +2,13 @@
 
 RUN/attempt_N/config.resolved.yaml   what every rank reads and compares at start
 RUN/attempt_N/rank_RRRR.log   one log per rank
+RUN/attempt_N/resume.json     what it goes on from; begin.json, end.json: see attempts.py
 RUN/attempt_N/batch.sbatch    the script Slurm ran, if it did
 RUN/slurm/                    scripts and output of jobs, by job id
 RUN/status.json               replaced atomically after every step; last of all it says why the run ended
 RUN/summary.json              figures of a run that came to its end
 RUN/log/attempt_N.h5          the run log (runlog.RunLog reads it)
+RUN/checkpoints/step_N/       what the next attempt goes on from (checkpoint.py)
 RUN/weights/version_N/        exports of single versions, if asked for
 RUN/model/                    the model after the last step, in Hugging Face layout
 """
@@ -27,12 +29,17 @@ class RunDir:
         self.root = root
         self.attempt = attempt
 
+    @staticmethod
+    def next_number(root: Path) -> int:
+        """The number that the next attempt will have, if nobody else starts."""
+        paths = root.iterdir() if root.is_dir() else ()
+        return 1 + max((int(m[1]) for path in paths if (m := re.fullmatch(r"attempt_(\d+)", path.name))), default=0)
+
     @classmethod
     def next_attempt(cls, root: Path) -> RunDir:
         """Make the directory of the next attempt; two starters at the same time get different ones."""
         root.mkdir(parents=True, exist_ok=True)
-        taken = [int(m[1]) for path in root.iterdir() if (m := re.fullmatch(r"attempt_(\d+)", path.name))]
-        attempt = max(taken, default=0) + 1
+        attempt = cls.next_number(root)
         while True:
             try:
                 (root / f"attempt_{attempt}").mkdir()
@@ -52,8 +59,16 @@ class RunDir:
         return self.attempt_dir / "config.resolved.yaml"
 
     @property
+    def resume(self) -> Path:
+        return self.attempt_dir / "resume.json"
+
+    @property
     def batch_script(self) -> Path:
         return self.attempt_dir / "batch.sbatch"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
 
     @property
     def slurm(self) -> Path:

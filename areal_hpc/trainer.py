@@ -8,24 +8,42 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from areal_hpc.advantages import advantages
+from areal_hpc.checkpoint import FileRecord
 from areal_hpc.comm import Received, World
 from areal_hpc.compute import Batch, StepResult, TrainerCompute
 from areal_hpc.config import Config
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.faults import fault
-from areal_hpc.messages import ModelSaved, Ready, Samples, SaveModel, StepFinished, Stop, TrainBatch, WeightsSent
+from areal_hpc.messages import (
+    ModelSaved,
+    Ready,
+    Samples,
+    SaveFailed,
+    SaveModel,
+    SaveTrainer,
+    StepFinished,
+    Stop,
+    TrainBatch,
+    TrainerSaved,
+    WeightsSent,
+    Welcome,
+)
 from areal_hpc.preflight import CONTROLLER, RunClock, unusable
 from areal_hpc.reporting import Reporter
 from areal_hpc.rundir import RunDir
 from areal_hpc.shipment import join, split
 from areal_hpc.trajectory import Key, Trajectory
 from areal_hpc.waiting import Backoff, Stopwatch
+
+STATE = "trainer.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +63,40 @@ class Announced:
         return {i for minibatch in self.header.micro_batches for micro in minibatch for i in micro}
 
 
-class Trainer:
-    """One trainer rank. The first one also publishes weights, reports for all and saves the model."""
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """A state on its way to disk; `written` gives its record and the seconds it took."""
 
-    def __init__(self, config: Config, world: World, clock: RunClock, compute: TrainerCompute, run_dir: RunDir) -> None:
+    step: int
+    copy_s: float
+    written: Future[tuple[FileRecord, float]]
+
+
+def timed(write: Callable[[], FileRecord]) -> tuple[FileRecord, float]:
+    began_s = time.monotonic()
+    return write(), time.monotonic() - began_s
+
+
+class LeaveStep(Exception):
+    """The run is about to end: this step must not go on, and what was before it is to be saved."""
+
+    def __init__(self, order: SaveTrainer) -> None:
+        super().__init__("the run is about to end")
+        self.order = order
+
+
+class Trainer:
+    """One trainer rank. The first one also publishes weights, reports for all, and saves states and the model."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        clock: RunClock,
+        compute: TrainerCompute,
+        run_dir: RunDir,
+        welcome: Welcome | None = None,
+    ) -> None:
         self.config = config
         self.world = world
         self.run_dir = run_dir
@@ -56,7 +104,11 @@ class Trainer:
         self.compute = compute
         self.learner = compute.make_learner(self.handle_messages, self.reporter.activity)
         self.sender = compute.sender
-        self.version = 0
+        self.version, self.step = 0, 0
+        self.saving: Saving | None = None
+        if welcome is not None and welcome.resume:
+            self.learner.load_state(compute.read_state(Path(welcome.resume) / STATE))
+            self.version = welcome.version
         self.announced: list[Announced] = []
         self.samples: dict[Key, Trajectory] = {}
         self.reported_version = -1
@@ -64,7 +116,7 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------------ the loop
     def run(self) -> None:
-        """Train until told to stop.
+        """Train until told to stop, or to save and wait for the end.
 
         Raises:
             RunError: DEADLINE when a batch or its samples do not come in time.
@@ -72,6 +124,14 @@ class Trainer:
         self.publish()
         self.world.post(CONTROLLER, Ready())
         self.reporter.activity.switch("idle")
+        try:
+            self.train()
+        except LeaveStep as leave:
+            self.begin_saving(max(leave.order.step, self.step), leave.order.path)
+            self.wait_for(lambda: False, "idle", self.config.deadlines.silence_s, "the end of the run")
+
+    def train(self) -> None:
+        """Step after step."""
         watch = Stopwatch()
         for batch in self.batches():
             watch.lap("wait_s")
@@ -85,8 +145,11 @@ class Trainer:
                 self.version += 1
                 self.publish()
                 self.export()
+            self.step = batch.header.step
+            if self.sender is not None and batch.header.save_to:
+                self.begin_saving(self.step, batch.header.save_to)
             watch.lap("publish_s")
-            self.report(batch.header.step, result, watch.finish())
+            self.report(self.step, result, watch.finish())
 
     def batches(self) -> Iterator[Announced]:
         """The batches of the run, as the controller announces them, until it says Stop."""
@@ -143,6 +206,30 @@ class Trainer:
             self.reported_version = sent.version
             self.world.post(CONTROLLER, WeightsSent(sent.version, sent.num_bytes, sent.snapshot_s, sent.broadcast_s))
 
+    def begin_saving(self, step: int, directory: str) -> None:
+        """Copy the state, and write it in a thread of its own while training goes on."""
+        watch = Stopwatch()
+        state = self.learner.state()
+        watch.lap("copy_s")
+        path = Path(directory) / STATE
+        writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        written = writer.submit(timed, lambda: self.compute.write_state(path, state))
+        writer.shutdown(wait=False)
+        self.saving = Saving(step, watch.finish()["copy_s"], written)
+
+    def report_saved(self) -> None:
+        """Tell the controller, once, that the state is written, or why it is not."""
+        if self.saving is None or not self.saving.written.done():
+            return
+        saving, self.saving = self.saving, None
+        try:
+            record, write_s = saving.written.result()
+        except RunError as error:
+            self.world.post(CONTROLLER, SaveFailed(saving.step, error.reason))
+            return
+        file = (record.name, record.num_bytes, record.sha256)
+        self.world.post(CONTROLLER, TrainerSaved(saving.step, *file, saving.copy_s, write_s))
+
     def export(self) -> None:
         """Save this version, if the configuration asks for it."""
         every = self.config.trainer.export_every
@@ -183,6 +270,7 @@ class Trainer:
         """Take what has arrived; called between micro-batches and while waiting. Never blocks."""
         self.reporter.tick()
         self.report_sent()
+        self.report_saved()
         while (received := self.world.poll()) is not None:
             self.handle(received)
 
@@ -194,6 +282,8 @@ class Trainer:
                 self.samples |= {trajectory.key: trajectory for trajectory in split(received.arrays)}
             case SaveModel():
                 self.save()
+            case SaveTrainer() as order:
+                raise LeaveStep(order)
             case Stop():
                 self.stopped = True
             case _:

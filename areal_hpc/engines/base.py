@@ -17,6 +17,32 @@ if TYPE_CHECKING:
 Finish = Literal["eos", "length"]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Begun:
+    """The beginning of a sample that is not finished; with its request and any engine, it goes on from there.
+
+    Attributes:
+        tokens: int32 [k], response so far; k may be 0.
+        logprobs: float32 [k], log-prob of each token under the version that sampled it.
+        versions: int32 [k], that version; never falling.
+        interruptions: weight updates lived through so far.
+        spent_s: seconds since its first prefill, in this and earlier attempts, without the time between attempts.
+    """
+
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    interruptions: int = 0
+    spent_s: float = 0.0
+
+    @property
+    def last_version(self) -> int | None:
+        return int(self.versions[-1]) if len(self.versions) else None
+
+
+NOT_BEGUN = Begun(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One sample to generate.
@@ -28,6 +54,9 @@ class Request:
         seed: 63-bit seed of this sample's own random stream; the same seed, prompt and weights give the same
             response whatever else runs in the batch.
         min_version: the sample must not start before the engine holds at least this policy version.
+        begun: tokens that it has already. They count towards max_new_tokens, come first in its completion as they are,
+            and use up the first numbers of its random stream. Going on with a newer version than that of the last
+            one counts as an interruption.
     """
 
     key: Key
@@ -35,6 +64,24 @@ class Request:
     max_new_tokens: int
     seed: int
     min_version: int = 0
+    begun: Begun = NOT_BEGUN
+
+    @property
+    def earliest_version(self) -> int:
+        """The sample may go on with this policy version or a newer one: versions never fall along a sample."""
+        last = self.begun.last_version
+        return self.min_version if last is None else max(self.min_version, last)
+
+    def interruptions(self, version: int) -> int:
+        """Those of its beginning, and one more if it goes on with a newer version."""
+        last = self.begun.last_version
+        return self.begun.interruptions + (last is not None and last < version)
+
+    def ended(self, finish: Finish, now_s: float) -> Completion:
+        """The completion of a sample whose beginning is all of it."""
+        begun = self.begun
+        arrays = (begun.tokens, begun.logprobs, begun.versions)
+        return Completion(self.key, *arrays, finish, begun.interruptions, now_s - begun.spent_s, now_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +95,8 @@ class Completion:
         versions: int32 [R], that version.
         finish: "eos", or "length" when the budget ran out.
         interruptions: weight updates this sample lived through.
-        started_s: time.monotonic() at its first prefill.
+        started_s: time.monotonic() at its first prefill; for a sample that had begun before, as much earlier than it
+            went on as it had spent already (which may be before this attempt).
         finished_s: time.monotonic() after its last token.
     """
 
@@ -60,6 +108,12 @@ class Completion:
     interruptions: int
     started_s: float
     finished_s: float
+
+    @property
+    def begun(self) -> Begun:
+        """What a request needs to get to this completion again."""
+        spent_s = self.finished_s - self.started_s
+        return Begun(self.tokens, self.logprobs, self.versions, self.interruptions, spent_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +132,8 @@ class Engine(Protocol):
     version: int
 
     @property
-    def num_running(self) -> int: ...
+    def num_running(self) -> int:
+        """Those that have ended and are not returned by `step` yet count as well."""
 
     @property
     def num_waiting(self) -> int: ...
@@ -87,10 +142,19 @@ class Engine(Protocol):
     def num_free(self) -> int: ...
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue samples; they start, oldest first, as slots fall free."""
+        """Queue samples; they start, or go on, oldest first, as slots fall free.
+
+        One whose beginning is all of it is returned by the next step.
+        """
 
     def step(self) -> list[Completion]:
         """Fill free slots, decode one token for every running sample, return those that finished."""
+
+    def partials(self) -> dict[Key, Begun]:
+        """All samples that have begun and are not returned by `step` yet: copies, and nothing is disturbed.
+
+        A sample in flight that is not among them has no token to lose.
+        """
 
     def cancel(self, keys: Iterable[Key]) -> int:
         """Forget samples, running or waiting; unknown keys are ignored. Returns how many there were."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,93 +23,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_hpc import models
-from areal_hpc.engines.base import Completion, Request, Swap
+from areal_hpc.engines.base import Begun, Completion, Request, Swap
 from areal_hpc.engines.kv_cache import MIN_ROWS, KVCache, StepAttention
-from areal_hpc.sampling import sample, uniforms
+from areal_hpc.engines.rows import Rows, Running
+from areal_hpc.sampling import sample
 from areal_hpc.trajectory import Key
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-UNIFORM_BLOCK = 64
-
-
-@dataclass(slots=True)
-class Running:
-    """What the engine remembers of one running sample besides its arrays."""
-
-    request: Request
-    serial: int
-    started_s: float
-    interruptions: int = 0
-
-
-class Rows:
-    """Running samples as rows 0 .. n - 1 of fixed arrays; a freed row is filled by moving the last one into it.
-
-    tokens, logprobs, versions: [num_slots, max_len], by absolute position, prompt first; length (tokens so far), prompt
-    (tokens of it), limit (tokens allowed): [num_slots].
-    """
-
-    def __init__(self, num_slots: int, max_len: int) -> None:
-        self.tokens = np.empty((num_slots, max_len), np.int32)
-        self.logprobs = np.empty((num_slots, max_len), np.float32)
-        self.versions = np.empty((num_slots, max_len), np.int32)
-        self.length, self.prompt, self.limit = (np.zeros(num_slots, np.int64) for _ in range(3))
-        self.uniforms = np.empty((num_slots, UNIFORM_BLOCK), np.float64)
-        self.running: list[Running] = []
-
-    def __len__(self) -> int:
-        return len(self.running)
-
-    def start(self, running: Running) -> int:
-        row, request = len(self.running), running.request
-        size = len(request.prompt)
-        self.tokens[row, :size] = request.prompt
-        self.length[row] = self.prompt[row] = size
-        self.limit[row] = size + request.max_new_tokens
-        self.running.append(running)
-        return row
-
-    def next_uniforms(self) -> NDArray[np.float64]:
-        """The number of every row's own stream that decides its next token, float64 [n]."""
-        n = len(self)
-        drawn = self.length[:n] - self.prompt[:n]
-        for row in np.flatnonzero(drawn % UNIFORM_BLOCK == 0):
-            self.uniforms[row] = uniforms(self.running[row].request.seed, int(drawn[row]), UNIFORM_BLOCK)
-        return self.uniforms[np.arange(n), drawn % UNIFORM_BLOCK]
-
-    def append(self, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int) -> None:
-        n = len(self)
-        at = (np.arange(n), self.length[:n])
-        self.tokens[at], self.logprobs[at], self.versions[at] = tokens, logprobs, version
-        self.length[:n] += 1
-
-    def completion(self, row: int, ended: bool, now: float) -> Completion:
-        run, response = self.running[row], slice(self.prompt[row], self.length[row])
-        return Completion(
-            key=run.request.key,
-            tokens=self.tokens[row, response].copy(),
-            logprobs=self.logprobs[row, response].copy(),
-            versions=self.versions[row, response].copy(),
-            finish="eos" if ended else "length",
-            interruptions=run.interruptions,
-            started_s=run.started_s,
-            finished_s=now,
-        )
-
-    def release(self, row: int) -> int:
-        """Free a row; returns the row that was moved into it (itself if it was the last)."""
-        last = len(self) - 1
-        size = self.length[last]
-        for matrix in (self.tokens, self.logprobs, self.versions):
-            matrix[row, :size] = matrix[last, :size]
-        self.uniforms[row] = self.uniforms[last]
-        for vector in (self.length, self.prompt, self.limit):
-            vector[row] = vector[last]
-        self.running[row] = self.running[last]
-        self.running.pop()
-        return last
 
 
 class TransformersEngine:
@@ -152,12 +72,13 @@ class TransformersEngine:
         self._waiting: deque[Request] = deque()
         self._keys: set[Key] = set()
         self._num_started = 0
+        self._done: list[Completion] = []
         self._kept_aside: tuple[int, list[tuple[str, Tensor]]] | None = None
         self._swap: Swap | None = None
 
     @property
     def num_running(self) -> int:
-        return len(self._rows)
+        return len(self._rows) + len(self._done)
 
     @property
     def num_waiting(self) -> int:
@@ -178,7 +99,12 @@ class TransformersEngine:
             self._check(request, new)
             new.add(request.key)
         self._keys |= new
-        self._waiting.extend(requests)
+        for request in requests:
+            ended = bool(np.isin(request.begun.tokens[-1:], self._eos).any())
+            if ended or len(request.begun.tokens) >= request.max_new_tokens:
+                self._done.append(request.ended("eos" if ended else "length", time.monotonic()))
+            else:
+                self._waiting.append(request)
 
     def step(self) -> list[Completion]:
         """Fill free slots, decode one token for every running sample, return those that finished, oldest first.
@@ -187,8 +113,10 @@ class TransformersEngine:
             FloatingPointError: the weights give logits that are not finite.
         """
         prompts, copies = self._start_waiting()
+        done, self._done = self._done, []
+        self._keys.difference_update(completion.key for completion in done)
         if not self._rows:
-            return []
+            return done
         logits = self._forward(prompts, copies, decode=True)
         drawn = torch.from_numpy(self._rows.next_uniforms()).to(self._device)
         tokens, logprobs = (x.cpu().numpy() for x in sample(logits, drawn, self._temperature))
@@ -196,14 +124,22 @@ class TransformersEngine:
             bad = self._rows.running[int(np.flatnonzero(~np.isfinite(logprobs))[0])].request.key
             raise FloatingPointError(f"policy version {self.version} gives logits that are not finite (sample {bad})")
         self._rows.append(tokens, logprobs, self.version)
-        completions = self._collect(np.isin(tokens, self._eos))
+        done += self._collect(np.isin(tokens, self._eos))
         self._swap_if_idle()
-        return completions
+        return done
+
+    def partials(self) -> dict[Key, Begun]:
+        """All samples that have begun and are not returned by `step` yet: copies, and nothing is disturbed."""
+        now = time.monotonic()
+        running = {run.request.key: self._rows.begun(row, now) for row, run in enumerate(self._rows.running)}
+        waiting = {request.key: request.begun for request in self._waiting if len(request.begun.tokens)}
+        return running | waiting | {completion.key: completion.begun for completion in self._done}
 
     def cancel(self, keys: Iterable[Key]) -> int:
         """Forget samples that wait or run, keys not in flight ignored. Returns how many were forgotten."""
         unwanted = self._keys & set(keys)
         self._waiting = deque(request for request in self._waiting if request.key not in unwanted)
+        self._done = [completion for completion in self._done if completion.key not in unwanted]
         self._free([row for row, run in enumerate(self._rows.running) if run.request.key in unwanted])
         self._keys -= unwanted
         self._swap_if_idle()
@@ -250,35 +186,43 @@ class TransformersEngine:
             raise ValueError(f"{where}: prompt has token ids outside 0 .. {vocab - 1}")
         if not 0 <= request.seed < 1 << 63:
             raise ValueError(f"{where}: seed {request.seed} is not in 0 .. 2^63 - 1")
+        begun = request.begun
+        if not len(begun.tokens) == len(begun.logprobs) == len(begun.versions):
+            raise ValueError(f"{where}: its beginning has not as many log-probs and versions as tokens")
+        if len(begun.tokens) and not 0 <= begun.tokens.min() <= begun.tokens.max() < vocab:
+            raise ValueError(f"{where}: its beginning has token ids outside 0 .. {vocab - 1}")
 
     def _start_waiting(self) -> tuple[list[int], list[tuple[int, int]]]:
         """Give free rows to waiting samples. Returns the rows to prefill and (source, target) rows to copy.
 
-        A row that was interrupted is no source: its prompt's entries were computed within a longer sequence and may
-        differ in the last bit.
+        A row that was interrupted or had begun before is no source: its prompt's entries were computed within a longer
+        sequence and may differ in the last bit.
         """
         prompts: list[int] = []
         copies: list[tuple[int, int]] = []
         if self._kept_aside or not self._waiting or not self.num_free:
             return prompts, copies
         now, budget, gated = time.monotonic(), self._prefill_tokens, []
-        sources = {run.request.key[0]: row for row, run in enumerate(self._rows.running) if not run.interruptions}
+        sources = {run.request.key[0]: row for row, run in enumerate(self._rows.running) if run.is_source}
         while self._waiting and self.num_free:
             request = self._waiting.popleft()
-            if request.min_version > self.version:
+            if request.earliest_version > self.version:
                 gated.append(request)
                 continue
-            source = sources.get(request.key[0])
+            running = Running.of(request, self._num_started, now, self.version)
+            source = sources.get(request.key[0]) if running.is_source else None
             shared = source is not None and self._rows.running[source].request.prompt == request.prompt
-            budget -= 0 if shared else len(request.prompt) - 1
+            size = len(request.prompt) + len(request.begun.tokens)
+            budget -= 0 if shared else size - 1
             if budget < 0 and prompts:
                 self._waiting.appendleft(request)
                 break
-            row = self._rows.start(Running(request, self._num_started, now))
+            row = self._rows.start(running)
             self._num_started += 1
-            if len(request.prompt) > 1:
+            if size > 1:
                 copies.append((source, row)) if source is not None and shared else prompts.append(row)
-            sources.setdefault(request.key[0], row)
+            if running.is_source:
+                sources.setdefault(request.key[0], row)
         self._waiting.extendleft(reversed(gated))
         return prompts, copies
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from areal_hpc.checkpoint import read_arrays, write_arrays
 from areal_hpc.comm import World
 from areal_hpc.compute import ActivityHook, Between, RolloutCompute, TrainerCompute
 from areal_hpc.config import Config
@@ -32,6 +33,8 @@ def simulated_trainer(config: Config, world: World) -> Iterator[TrainerCompute]:
         weights=dict,
         sender=SimulatedSender(settings, clock) if world.rank == trainers[0] else None,
         save=lambda directory: save(directory, config),
+        write_state=write_arrays,
+        read_state=read_arrays,
     )
 
 

@@ -9,7 +9,8 @@ therefore leaps from one event (a sequence ends, one may start) to the next inst
 is the number of the step that ends it, in a heap. Prefill stops decoding and takes its tokens / prefill_tokens_per_s /
 gpus_per_rank; every sequence's prompt counts, a prefix cache is not modelled.
 
-How long a response is depends on its seed alone.
+How long a response is depends on its seed alone, so a sample that had begun before decodes what is left of it, after a
+prefill of prompt and beginning.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from areal_hpc.config import SimulationConfig
-from areal_hpc.engines.base import Completion, Request, Swap
+from areal_hpc.engines.base import Begun, Completion, Request, Swap
 from areal_hpc.simulation.clock import Clock
 from areal_hpc.trajectory import Key
 
@@ -42,7 +43,11 @@ def response_length(settings: SimulationConfig, seed: int, limit: int) -> tuple[
 
 @dataclass(slots=True)
 class Running:
-    """One running sample; `began`: the step before its first token, `marks`: (version, step from which it is used)."""
+    """One running sample.
+
+    `began`: the step before its first token, as if its beginning had been decoded just now, so it may be below 0;
+    `marks`: (version, step from which it is used).
+    """
 
     request: Request
     serial: int
@@ -57,18 +62,42 @@ class Running:
     def end(self) -> int:
         return self.began + self.num_tokens
 
-    def completion(self, now_s: float, clock: Clock) -> Completion:
-        versions, since = zip(*self.marks, strict=True)
-        return Completion(
-            key=self.request.key,
-            tokens=np.broadcast_to(TOKENS, self.num_tokens),
-            logprobs=np.broadcast_to(LOGPROBS, self.num_tokens),
-            versions=np.repeat(np.array(versions, np.int32), np.diff([*since, self.end])),
-            finish="eos" if self.ends_itself else "length",
-            interruptions=self.interruptions,
-            started_s=clock.real(self.started_s),
-            finished_s=clock.real(now_s),
+    @classmethod
+    def of(
+        cls, request: Request, serial: int, started_s: float, step: int, version: int, settings: SimulationConfig
+    ) -> Running:
+        """A sample that starts or goes on after decoding step `step`."""
+        begun = request.begun
+        began = step - len(begun.tokens)
+        firsts = np.flatnonzero(np.diff(begun.versions, prepend=-1)).tolist()
+        marks = [(int(begun.versions[first]), began + first) for first in firsts]
+        length, ends_itself = response_length(settings, request.seed, request.max_new_tokens)
+        return cls(
+            request=request,
+            serial=serial,
+            started_s=started_s,
+            began=began,
+            num_tokens=length,
+            ends_itself=ends_itself,
+            marks=[*marks, (version, step)],
+            interruptions=request.interruptions(version),
         )
+
+    def begun(self, step: int, now_s: float, clock: Clock) -> Begun:
+        """What it has after decoding step `step`, at `now_s`."""
+        versions, since = zip(*self.marks, strict=True)
+        num_tokens = step - self.began
+        return Begun(
+            tokens=np.broadcast_to(TOKENS, num_tokens),
+            logprobs=np.broadcast_to(LOGPROBS, num_tokens),
+            versions=np.repeat(np.array(versions, np.int32), np.diff([*since, step])),
+            interruptions=self.interruptions,
+            spent_s=clock.real(now_s - self.started_s),
+        )
+
+    def completion(self, now_s: float, clock: Clock) -> Completion:
+        all_of_it = replace(self.request, begun=self.begun(self.end, now_s, clock))
+        return all_of_it.ended("eos" if self.ends_itself else "length", clock.real(now_s))
 
 
 @dataclass(slots=True)
@@ -90,7 +119,7 @@ class Decoding:
     def add(self, run: Running) -> None:
         self.running[run.request.key] = run
         heapq.heappush(self.ends, (run.end, run.serial, run.request.key))
-        self.context += len(run.request.prompt)
+        self.context += len(run.request.prompt) + self.step - run.began
 
     def remove(self, keys: Iterable[Key]) -> None:
         for key in keys:
@@ -185,8 +214,17 @@ class SimulatedEngine:
                     f"and together at most {self._max_len}"
                 )
             taken.add(request.key)
-        now_s = self._clock.now()
-        self._waiting.extend(Waiting(request, now_s) for request in requests)
+        for request in requests:
+            self._queue(request, self._clock.now())
+
+    def _queue(self, request: Request, now_s: float) -> None:
+        """Let it wait; a sample whose beginning is all of it is done."""
+        if (drawn := len(request.begun.tokens)) > 0:
+            length, ends_itself = response_length(self._settings, request.seed, request.max_new_tokens)
+            if drawn >= length:
+                self._done.append(request.ended("eos" if ends_itself else "length", self._clock.real(now_s)))
+                return
+        self._waiting.append(Waiting(request, now_s))
 
     def step(self) -> list[Completion]:
         """Decode up to now; returns those that finished, oldest first. Without one it sleeps for 5 to 20 ms."""
@@ -196,6 +234,13 @@ class SimulatedEngine:
             self._clock.nap(self._time_s + self._decoding.seconds(next_end))
         done, self._done = self._done, []
         return done
+
+    def partials(self) -> dict[Key, Begun]:
+        """All samples that have begun and are not returned by `step` yet, as far as decoding is simulated."""
+        step, clock = self._decoding.step, self._clock
+        running = {key: run.begun(step, self._time_s, clock) for key, run in self._decoding.running.items()}
+        waiting = {w.request.key: w.request.begun for w in self._waiting if len(w.request.begun.tokens)}
+        return running | waiting | {completion.key: completion.begun for completion in self._done}
 
     def cancel(self, keys: Iterable[Key]) -> int:
         """Forget samples that wait or run; those that have ended by now are still returned by the next step."""
@@ -255,7 +300,7 @@ class SimulatedEngine:
         """Position of the oldest sample that may start."""
         if self._kept_aside is not None:
             return None
-        return next((i for i, w in enumerate(self._waiting) if w.request.min_version <= self.version), None)
+        return next((i for i, w in enumerate(self._waiting) if w.request.earliest_version <= self.version), None)
 
     def _start_waiting(self) -> None:
         """Give free slots to waiting samples; each one's prefill takes its time."""
@@ -267,11 +312,11 @@ class SimulatedEngine:
                 return
             del self._waiting[position]
             request, step = waiting.request, self._decoding.step
-            length, ends_itself = response_length(self._settings, request.seed, request.max_new_tokens)
-            run = Running(request, self._num_started, self._time_s, step, length, ends_itself, [(self.version, step)])
+            started_s = self._time_s - request.begun.spent_s * self._clock.speedup
+            run = Running.of(request, self._num_started, started_s, step, self.version, self._settings)
             self._num_started += 1
             self._decoding.add(run)
-            self._time_s += self._prefill_s(len(request.prompt))
+            self._time_s += self._prefill_s(len(request.prompt) + len(request.begun.tokens))
 
     def _prefill_s(self, num_tokens: int) -> float:
         return num_tokens / (self._settings.prefill_tokens_per_s * self._settings.gpus_per_rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -55,6 +55,7 @@ class SimulatedLearner:
     ) -> None:
         self._settings, self._clock, self._agree = settings, clock, agree
         self._between, self._activity = between, activity
+        self._num_steps = 0
 
     def train(self, batch: Batch) -> StepResult:
         """Raises KeyError when a sample planned for this rank is not in the batch."""
@@ -65,8 +66,16 @@ class SimulatedLearner:
             self._pass(num_tokens / (self._settings.train_tokens_per_s * self._settings.gpus_per_rank))
             finite = self._agree(finite, self._between)
             self._pass(self._settings.train_step_s)
+        self._num_steps += finite
         watch.lap("update_s")
         return StepResult(not finite, {}, watch.finish())
+
+    def state(self) -> dict[str, np.ndarray]:
+        """There is nothing to keep but the number of steps."""
+        return {"num_steps": np.array(self._num_steps)}
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        self._num_steps = int(state["num_steps"])
 
     def _pass(self, seconds: float) -> None:
         self._clock.sleep_until(self._clock.now() + seconds, self._between)

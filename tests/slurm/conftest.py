@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from tests.slurm import conf, services
 from tests.slurm.client import PROGRAM, Cluster
 
 NUM_RUN = pytest.StashKey[int]()
+REPOSITORY = Path(__file__).parents[2]
 
 
 def why_not() -> str:
@@ -45,6 +48,16 @@ def cluster() -> Iterator[Cluster]:
             os.environ["SLURM_CONF"] = before
         if not was_up:
             subprocess.run([PROGRAM, "down"], check=True, timeout=120)
+
+
+@pytest.fixture
+def place(cluster: Cluster, request, monkeypatch) -> Path:
+    """A directory that all hosts see, for one test; jobs run in the repository."""
+    monkeypatch.chdir(REPOSITORY)
+    directory = cluster.shared / request.node.name.replace("[", "-").replace("]", "")
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    return directory
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -18,7 +18,6 @@ from areal_hpc.hetjob import HetSlurmExecutor, RunJob, job_states
 from areal_hpc.rundir import read_json
 from areal_hpc.runlog import RunLog
 from tests.runs import tiny_config, wait_until
-from tests.slurm.client import Cluster
 from tests.slurm.openmpi_env import openmpi_python
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
@@ -32,16 +31,6 @@ HET = {
     "rollout": {"partition": "rollout"},
 }
 ONE_RANK_PER_HOST = {"trainer": {"partition": "trainer", "nodes": 2}, "rollout": {"partition": "rollout", "nodes": 3}}
-
-
-@pytest.fixture
-def place(cluster: Cluster, request, monkeypatch) -> Path:
-    """A directory that all hosts see, for one test; jobs run in the repository."""
-    monkeypatch.chdir(REPOSITORY)
-    directory = cluster.shared / request.node.name.replace("[", "-").replace("]", "")
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    return directory
 
 
 def simulated(place: Path, **sections) -> Path:
@@ -195,6 +184,14 @@ def test_an_mpi_library_that_does_not_fit_is_refused_before_any_rank_starts(plac
     assert job.state == "FAILED"
     assert "MPICH ends at start-up under the plugin pmix; set slurm.mpi=pmi2" in (job.stdout() or "")
     assert not list((place / "run/attempt_1").glob("rank_*.log"))
+
+
+def test_mpich_starts_whatever_lies_in_memory(cluster):
+    """MPICH sends memory it never wrote to through PMI; what does not compress made MPI_Init die (mpi_start.py)."""
+    rank = [sys.executable, REPOSITORY / "tests/slurm/dirty_heap.py"]
+    first = ["srun", "--mpi=pmi2", "--kill-on-bad-exit=1", "-p", "trainer", "-N1", "-n2", *rank]
+    said = cluster.run([*first, ":", "-p", "rollout", "-N1", "-n2", *rank], timeout_s=60)
+    assert said.split() == ["size", "4"] * 4
 
 
 def test_a_function_in_every_task_of_both_components(place):

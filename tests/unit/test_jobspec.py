@@ -48,7 +48,8 @@ def directives(text: str) -> list[list[str]]:
 
 def srun(text: str) -> list[list[str]]:
     """The words of the srun line, split at the colon between components."""
-    words = shlex.split(text[text.index("\nsrun ") :].replace("\\\n", " "))
+    command = text[text.index("\nsrun ") :].partition(" || code=$?")[0]
+    words = shlex.split(command.replace("\\\n", " "))
     parts: list[list[str]] = [[]]
     for word in words:
         if word == ":":
@@ -98,11 +99,14 @@ def test_het_script():
     c = paper_shape(16, 48, minutes=90, trainer={"partition": "h100", "account": "x", "flags": ["--switches=1"]})
     first, second = directives(script(c))
     assert first == [
-        "--job-name=run", "--output=runs/run/slurm/%j.out", "--open-mode=append", "--time=90", "--partition=h100",
+        "--job-name=run", "--output=runs/run/slurm/%j.out", "--open-mode=append", "--time=90", "--requeue",
+        "--partition=h100",
         "--account=x", "--nodes=2", "--ntasks=17", "--cpus-per-task=6", "--gpus-per-node=8", "--exclusive",
-        "--switches=1",
+        "--switches=1", "--signal=USR2@120",
     ]  # fmt: skip
-    assert second == ["--nodes=6", "--ntasks=48", "--cpus-per-task=6", "--gpus-per-node=8", "--exclusive"]
+    assert second == [
+        "--nodes=6", "--ntasks=48", "--cpus-per-task=6", "--gpus-per-node=8", "--exclusive", "--signal=USR2@120"
+    ]  # fmt: skip
     trainer, rollout = srun(script(c))
     assert trainer[:6] == [
         "srun",
@@ -157,11 +161,29 @@ def test_every_odd_character_reaches_the_program(tmp_path):
     """The script's own words are run by a shell, with a program that prints them in place of Python and srun."""
     odd = ["run_dir=a b", "name=it's", 'data.train=$HOME/`x`;"q"', "model.path=*"]
     text = render(run_job(config(), "my config.yaml", odd, "/bin/echo"))
-    kept = [line for line in text.splitlines() if not line.startswith("srun") and not line.startswith("  ")]
+    kept = text[: text.index("[ -n ")].splitlines()
     done = subprocess.run(
         ["bash", "-c", "\n".join([*kept, 'echo "$ATTEMPT_DIR"'])], capture_output=True, text=True, timeout=10
     )
     assert done.stdout.strip() == "-m areal_hpc.attempt my config.yaml " + " ".join(odd), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "again"), [(0, 0), (1, 1), (2, 0), (3, 0), (4, 0), (5, 1), (6, 0), (75, 1), (130, 0), (137, 1)]
+)
+def test_a_job_goes_on_after_walltime_and_lost_ranks_and_after_nothing_else(code, again, tmp_path):
+    """The end of the script, run by a shell whose srun ends with a given code."""
+    text = script(config())
+    end = text[text.index("\ncode=0") :]
+    fakes = f'srun() {{ return {code}; }}\nscontrol() {{ echo "$@"; }}\n'
+    fakes += "PYTHON=p ATTEMPT_DIR=d SLURM_JOB_ID=77\nset -euo pipefail\n"
+    done = subprocess.run(["bash", "-c", fakes + end], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, "requeue 77\n" * again), done.stderr
+
+
+def test_a_run_that_does_not_resume_is_not_requeued():
+    text = script(config(checkpoint={"resume": False}))
+    assert "requeue" not in text and "--signal" not in text and text.rstrip().endswith("--component rollout")
 
 
 @pytest.mark.parametrize("word", ["hetjob", "packjob"])

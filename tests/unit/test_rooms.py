@@ -13,12 +13,14 @@ PACKAGE = Path(__file__).parents[2] / "areal_hpc"
 # its own, but roles never from each other.
 FLOORS = [
     """__init__ exits configtypes config configschema configrules configcheck trajectory codec messages staleness
-    logschema activity seeds waiting shipment faults compute slurmfacts placement diagnosis doctor_marks sweepspec
-    jobspec batchscript slurmrules slurmstate""",
+    logschema activity seeds waiting signals shipment faults compute slurmfacts placement diagnosis doctor_marks
+    sweepspec jobspec batchscript slurmrules slurmstate""",
     "packing advantages losses models sampling controller_state learner buckets",
-    """comm warm_blocks process_group weights runlog runlog_writer datasets reward_worker rewards rundir engines
-    preflight reporting bookkeeping evaluation progress simulation backends sweeprecord
-    sweeptable doctor_probes hetjob""",
+    """comm mpi_start warm_blocks process_group weights runlog runlog_writer datasets reward_worker rewards rundir
+    engines
+    checkpoint checkpoint_files ownership attempts preflight reporting rollout_state group_files bookkeeping
+    evaluation progress simulation backends sweeprecord
+    sweeptable doctor_probes hetjob desk saver resuming""",
     "controller trainer rollout",
     "rank attempt launch liveview check submission sweep cli demo bench doctor doctor_rank",
 ]
@@ -31,11 +33,12 @@ ROOMS = {
     "crc32c": {"codec", "weights"},
     "pydantic": {"configtypes", "config", "configschema", "configrules", "configcheck", "sweepspec", "hetjob"},
     "submitit": {"hetjob"},
+    "safetensors": {"checkpoint_files"},
     "rich": {"liveview", "check", "bench.report"},
 }
 NO_TORCH = f"""{FLOORS[0]} packing advantages controller_state comm runlog runlog_writer datasets reward_worker rewards
-    bookkeeping evaluation progress controller preflight reporting trainer rollout rank backends simulation
-    sweeprecord sweeptable""".split()
+    bookkeeping evaluation progress controller preflight reporting rollout_state group_files trainer rollout rank
+    backends simulation sweeprecord sweeptable checkpoint checkpoint_files ownership attempts""".split()
 FLOOR_OF = {name: number for number, line in enumerate(FLOORS) for name in line.split()}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

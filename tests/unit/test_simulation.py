@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from areal_hpc import simulation
 from areal_hpc.compute import Batch
 from areal_hpc.config import SimulationConfig
-from areal_hpc.engines.base import Completion, Request
+from areal_hpc.engines.base import NOT_BEGUN, Begun, Completion, Request
 from areal_hpc.simulation.backend import encode
 from areal_hpc.simulation.clock import Clock
 from areal_hpc.simulation.engine import Decoding, SimulatedEngine, response_length
@@ -304,6 +305,141 @@ def test_cancelling_the_last_one_swaps():
     engine.step()
     assert engine.load_weights(1, []) is None
     assert engine.cancel([(1, 0)]) == 1 and engine.take_swap().version == 1 and engine.version == 1
+
+
+# --------------------------------------------------------------------------------- samples that had begun elsewhere
+def beginning(*versions: int, interruptions: int = 0, spent_s: float = 0.0) -> Begun:
+    k = len(versions)
+    return Begun(np.ones(k, np.int32), np.zeros(k, np.float32), np.array(versions, np.int32), interruptions, spent_s)
+
+
+COSTLY = {"decode_context_s": 1e-4, "prefill_tokens_per_s": 1000.0}
+
+
+def test_what_is_in_flight_has_its_tokens_so_far():
+    """Prefill of 5 + 2 tokens takes 7 ms, then 3 steps of 10 ms, contexts 7 + 9 + 11 at 0.1 ms: number 2 ends at 39.7.
+
+    Number 3 starts, 1 ms; 4 steps at 9 + 11 + 13 + 15, then number 1 is alone at 12 + 13 + 14: 40.7 + 78.7 ms.
+    """
+    engine, time = make(slots=2, **COSTLY)
+    engine.submit([request(1, 10, prompt=5), request(2, 3, prompt=2), request(3, 4)])
+    engine._advance()
+    assert {key[0]: len(begun.tokens) for key, begun in engine.partials().items()} == {1: 0, 2: 0}
+    time.now_s = START_S + 0.0398
+    engine._advance()
+    partials = {key[0]: begun for key, begun in engine.partials().items()}
+    assert {name: len(begun.tokens) for name, begun in partials.items()} == {1: 3, 2: 3, 3: 0}
+    one = partials[1]
+    assert [len(one.tokens), len(one.logprobs), one.versions.tolist()] == [3, 3, [0, 0, 0]]
+    assert one.tokens.dtype == one.versions.dtype == np.int32 and one.logprobs.dtype == np.float32
+    assert [c.key[0] for c in engine.step()] == [2] and 2 not in {key[0] for key in engine.partials()}
+    assert ends(finish(engine))[1] == 0.1194
+
+
+def test_the_rest_takes_its_time():
+    """Prefill of 5 + 3 tokens at 1000 /s, 7 steps of 10 ms, contexts 8 to 14 (77) at 0.1 ms; it had spent 30 ms."""
+    engine, _ = make(**COSTLY)
+    engine.submit([replace(request(1, 10, prompt=5), begun=beginning(0, 0, 0, spent_s=0.03))])
+    done = finish(engine)
+    assert ends(done) == {1: 0.008 + 0.07 + 0.0077}
+    assert START_S - done[1].started_s == pytest.approx(0.03)
+    assert [len(done[1].tokens), len(done[1].logprobs)] == [10, 10] and done[1].versions.tolist() == [0] * 10
+    assert done[1].interruptions == 0 and engine._decoding.context == 0
+
+
+def test_time_spent_before_is_real_time():
+    engine, _ = make(speedup=20.0)
+    engine.submit([replace(request(1, 10), begun=beginning(0, 0, spent_s=0.5))])
+    done = finish(engine)
+    assert done[1].finished_s - done[1].started_s == pytest.approx(0.5 + 8 * 0.01 / 20)
+
+
+def test_versions_of_a_sample_that_moves_twice():
+    """2 tokens of version 0, 3 of version 2 on another engine, 4 of 2 on a third until version 5 takes the last one."""
+    first, time = make()
+    first.submit([request(1, 10)])
+    first._advance()
+    time.now_s += 0.02
+    first._advance()
+    (begun,) = first.partials().values()
+    assert begun.versions.tolist() == [0, 0] and begun.spent_s == pytest.approx(0.02)
+    second, time = make()
+    second.version = 2
+    second.submit([replace(request(1, 10), begun=begun)])
+    second._advance()
+    time.now_s += 0.03
+    second._advance()
+    (begun,) = second.partials().values()
+    assert begun.versions.tolist() == [0, 0, 2, 2, 2] and begun.interruptions == 1
+    assert begun.spent_s == pytest.approx(0.05)
+    third, time = make()
+    third.version = 2
+    third.submit([replace(request(1, 10), begun=begun)])
+    third._advance()
+    time.now_s += 0.04
+    third.load_weights(5, [])
+    (done,) = finish(third).values()
+    assert done.versions.tolist() == [0] * 2 + [2] * 7 + [5] and done.interruptions == 2
+    assert done.finished_s - done.started_s == pytest.approx(0.1)
+
+
+def test_a_beginning_waits_for_its_version():
+    engine, _ = make()
+    engine.submit([replace(request(1, 5), begun=beginning(0, 3)), request(2, 5)])
+    assert list(finish(engine)) == [2] and engine.num_waiting == 1
+    assert engine.partials()[1, 0].versions.tolist() == [0, 3]
+    engine.load_weights(3, [])
+    engine.step()
+    (done,) = finish(engine).values()
+    assert done.versions.tolist() == [0, 3, 3, 3, 3] and done.interruptions == 0
+
+
+def test_a_cancelled_beginning_leaves_the_cache():
+    engine, _ = make(slots=2)
+    engine.submit([replace(request(name, 9, prompt=4), begun=beginning(0, 0, 0)) for name in (1, 2, 3)])
+    engine._advance()
+    assert engine._decoding.context == 14 and engine.cancel([(1, 0), (3, 0)]) == 2
+    assert engine._decoding.context == 7
+    finish(engine)
+    assert engine._decoding.context == 0
+
+
+@pytest.mark.parametrize("count, finish_as, median", [(5, "length", 1e9), (4, "eos", 4.0)])
+def test_what_had_ended_unseen_ends_at_once(count, finish_as, median):
+    """It ended on the first engine and was not returned before the end: nothing is decoded again."""
+    first, time = make(response_median=median)
+    first.submit([request(1, 5)])
+    first._advance()
+    time.now_s += 1.0
+    first._advance()
+    (begun,) = first.partials().values()
+    assert len(begun.tokens) == count and first.num_running == 1
+    second, time = make(response_median=median)
+    second.submit([replace(request(1, 5), begun=begun)])
+    assert (second.num_running, second.num_waiting, second.num_free) == (1, 0, 8)
+    assert len(second.partials()[1, 0].tokens) == count
+    (done,) = second.step()
+    assert len(done.tokens) == count and done.finish == finish_as and not second.num_running
+    assert time.now_s == START_S and START_S - done.started_s == pytest.approx(count * 0.01)
+
+
+def test_lengths_stay_those_of_the_seeds():
+    """20 samples move every 50 ms until all have ended; none is lost and none is longer or shorter for it."""
+    values = {"response_median": 20.0, "response_sigma": 0.7}
+    requests = [request(name, 60, seed=name) for name in range(20)]
+    done: dict[int, Completion] = {}
+    while len(done) < 20:
+        engine, time = make(slots=6, **values)
+        engine.submit([r for r in requests if r.key[0] not in done])
+        engine._advance()
+        time.now_s += 0.055
+        done |= {c.key[0]: c for c in engine.step()}
+        partials = engine.partials()
+        requests = [replace(r, begun=partials.get(r.key, NOT_BEGUN)) for r in requests]
+    for name, completion in done.items():
+        length, ends_itself = response_length(settings(**values), name, 60)
+        assert (len(completion.tokens), completion.finish) == (length, "eos" if ends_itself else "length")
+        assert completion.finished_s - completion.started_s == pytest.approx(length * 0.01)
 
 
 # ------------------------------------------------------------------------------------------------------ lengths

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from areal_hpc.engines.base import Request
+from areal_hpc.engines.base import NOT_BEGUN, Begun, Completion, Request
 from areal_hpc.engines.transformers_engine import TransformersEngine
 from areal_hpc.sampling import uniforms
+from areal_hpc.trajectory import Key
 from tests.unit.tiny_models import (
     FAMILIES,
     VOCAB,
@@ -386,3 +388,172 @@ def test_greedy_takes_the_most_likely_token() -> None:
             assert token == int(tiny_model("qwen2")(torch.tensor([context])).logits[0, -1].argmax())
         context.append(token)
     assert (done.logprobs == 0).all()
+
+
+# --------------------------------------------------------------------------------- samples that had begun elsewhere
+def moved(requests: list[Request], engine: TransformersEngine) -> list[Request]:
+    """Requests for what is in flight on `engine`, with its beginnings."""
+    partials = engine.partials()
+    return [replace(r, begun=partials.get(r.key, NOT_BEGUN)) for r in requests if r.key in engine._keys]
+
+
+def assert_same(done: dict[Key, Completion], expected: dict[Key, Completion]) -> None:
+    assert done.keys() == expected.keys()
+    for key, one in done.items():
+        other = expected[key]
+        assert np.array_equal(one.tokens, other.tokens) and np.array_equal(one.versions, other.versions), key
+        assert np.abs(one.logprobs - other.logprobs).max() < 1e-5, key
+        assert (one.finish, one.interruptions) == (other.finish, other.interruptions), key
+        assert (one.tokens.dtype, one.logprobs.dtype, one.versions.dtype) == (np.int32, np.float32, np.int32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("steps", [0, 1, 37, 64, 70, 90])
+def test_samples_go_on_in_another_engine(family: str, steps: int) -> None:
+    """Before, at and behind a block of 64 random numbers; 12 samples on 5 slots, so some wait, run or are done."""
+    requests = [request(g, s, prompt_len=1 + 5 * g, budget=96 - 20 * s) for g in range(4) for s in range(3)]
+    options: dict[str, Any] = dict(num_slots=5, max_len=200, eos_ids=(EOS,) if steps == 37 else ())
+    undisturbed, first, second = (engine_of(family, **options) for _ in range(3))
+    undisturbed.submit(requests)
+    first.submit(requests)
+    done = run(first, steps)
+    begun = first.partials()
+    assert len(begun) == first.num_running and bool(begun) == bool(steps)
+    rest = moved(requests, first)
+    second.submit([*rest[::-1]])
+    assert_same(by_key(done + run(second)), by_key(run(undisturbed)))
+
+
+def test_a_sample_moved_before_its_first_token_is_a_new_one() -> None:
+    engine, undisturbed = engine_of(), engine_of()
+    engine.submit([replace(request(0), begun=replace(NOT_BEGUN, interruptions=2))])
+    undisturbed.submit([request(0)])
+    (done,), (expected,) = run(engine), run(undisturbed)
+    assert np.array_equal(done.logprobs, expected.logprobs) and done.interruptions == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("when", ["before", "after", "between"])
+def test_moving_and_new_weights(family: str, when: str) -> None:
+    """Version 1 comes before the move, after it, or while nobody has the samples; 2 comes later in any case."""
+    requests = [request(g, prompt_len=3 + 5 * g, budget=40) for g in range(4)]
+    undisturbed, first, second = (engine_of(family, prefill_tokens=4096) for _ in range(3))
+    for engine in (undisturbed, first):
+        engine.submit(requests)
+        run(engine, 9)
+    undisturbed.load_weights(1, weights_of(family, 1))
+    if when == "before":
+        first.load_weights(1, weights_of(family, 1))
+        run(first, 4)
+    rest = moved(requests, first)
+    if when == "after":
+        second.submit(rest)
+        second._start_waiting()  # the samples have rows and version 0, and version 1 interrupts them
+    second.load_weights(1, weights_of(family, 1))
+    if when != "after":
+        second.submit(rest)
+    run_all = []
+    for engine, steps in ((undisturbed, 13), (second, 9 if when == "before" else 13)):
+        run(engine, steps)
+        engine.load_weights(2, weights_of(family, 2))
+        run_all.append(by_key(run(engine)))
+    assert_same(run_all[1], run_all[0])
+    policies = {0: tiny_model(family)} | {v: tiny_model(family, v) for v in (1, 2)}
+    assert largest_error(list(run_all[1].values()), requests, policies) < 1e-5
+    assert all(set(c.versions.tolist()) == {0, 1, 2} and c.interruptions == 2 for c in run_all[1].values())
+
+
+def test_a_sample_does_not_go_on_with_older_weights_than_it_has_seen() -> None:
+    engine, begun = engine_of(), Begun(*(np.array([5, 6], t) for t in ("i4", "f4", "i4")), interruptions=1)
+    begun = replace(begun, logprobs=np.array([-1, -2], np.float32), versions=np.array([0, 2], np.int32))
+    engine.submit([replace(request(0, budget=5), begun=begun)])
+    engine.load_weights(1, weights_of("qwen2", 1))
+    assert engine.step() == [] and engine.num_waiting == 1
+    assert list(engine.partials()) == [(0, 0)] and engine.partials()[0, 0] is begun
+    engine.load_weights(2, weights_of("qwen2", 2))
+    (done,) = run(engine)
+    assert done.versions.tolist() == [0, 2, 2, 2, 2] and done.interruptions == 1
+    assert done.tokens[:2].tolist() == [5, 6] and done.logprobs[:2].tolist() == [-1, -2]
+
+
+def test_partials_are_copies_and_disturb_nothing() -> None:
+    requests = mixed_requests()
+    watched, undisturbed = engine_of(), engine_of()
+    for engine in (watched, undisturbed):
+        engine.submit(requests)
+    done, early = run(watched, 3), watched.partials()
+    kept = {key: begun.tokens.copy() for key, begun in early.items()}
+    while watched.num_running or watched.num_waiting:
+        done += watched.step()
+        watched.partials()
+    assert all(np.array_equal(early[key].tokens, tokens) for key, tokens in kept.items())
+    expected = by_key(run(undisturbed))
+    for key, one in by_key(done).items():
+        assert np.array_equal(one.logprobs, expected[key].logprobs)
+        assert key not in kept or np.array_equal(one.tokens[: len(kept[key])], kept[key])
+
+
+def test_a_beginning_is_neither_source_nor_target_of_a_shared_prompt() -> None:
+    """Samples 0 had begun, or only those of the first four groups did: slots were few. Everything else is shared."""
+    first = engine_of(num_slots=4, max_len=200)
+    siblings = [request(g, 0, prompt_len=20 + g, budget=60) for g in range(8)]
+    first.submit(siblings)
+    run(first, 9)
+    late = [request(g, s, prompt_len=20 + g, budget=30) for g in range(8) for s in (1, 2)]
+    second, rest = engine_of(num_slots=24, max_len=200, prefill_tokens=4096), moved(siblings, first)
+    second.submit([*rest[:2], *late, *rest[2:]])
+    prompts, copies = second._start_waiting()
+    second._forward(prompts, copies, decode=False)
+    begun = {row for row, run in enumerate(second._rows.running) if len(run.request.begun.tokens)}
+    assert len(begun) == 4 and begun <= set(prompts) and len(prompts) == 4 + 8
+    assert len(copies) == 4 + 2 * 4 and not begun & {row for pair in copies for row in pair}
+    assert largest_error(run(second), siblings + late, {0: tiny_model("qwen2")}) < 1e-5
+
+
+def test_beginnings_count_as_prefill() -> None:
+    engine = engine_of(num_slots=8, prefill_tokens=20)
+    begun = Begun(np.full(6, 3, np.int32), np.zeros(6, np.float32), np.zeros(6, np.int32))
+    engine.submit([replace(request(g, prompt_len=5, budget=30), begun=begun) for g in range(4)])
+    running = [engine.step() or engine.num_running for _ in range(2)]
+    assert running == [2, 4]  # 5 + 6 tokens without the newest: 10 entries each
+
+
+@pytest.mark.parametrize("last, finish", [(4, "length"), (EOS, "eos")])
+def test_a_beginning_that_is_all_of_it_ends_at_once(last: int, finish: str) -> None:
+    engine = engine_of(num_slots=1, eos_ids=(EOS,))
+    arrays = (np.array([7, last], np.int32), np.array([-1, -3], np.float32), np.array([0, 9], np.int32))
+    whole = replace(request(0, budget=2 if finish == "length" else 20), begun=Begun(*arrays, 3, 100.0))
+    engine.submit([request(1, budget=2), whole])
+    assert (engine.num_running, engine.num_waiting) == (1, 1) and engine.partials()[0, 0].tokens is arrays[0]
+    with pytest.raises(ValueError, match="in flight"):
+        engine.submit([whole])
+    (done,) = engine.step()
+    assert done.key == (0, 0) and done.tokens.tolist() == [7, last] and done.versions.tolist() == [0, 9]
+    assert (done.finish, done.interruptions) == (finish, 3)
+    assert done.finished_s - done.started_s == pytest.approx(100.0)
+    assert [c.key for c in run(engine)] == [(1, 0)]
+    engine.submit([whole])
+    assert engine.cancel([(0, 0)]) == 1 and engine.num_running == 0 and run(engine) == []
+
+
+def test_time_spent_before_counts() -> None:
+    engine = engine_of()
+    engine.submit([request(0)])
+    run(engine, 3)
+    spent_s = engine.partials()[0, 0].spent_s
+    assert 0 < spent_s < 10
+    second = engine_of()
+    second.submit([replace(r, begun=replace(r.begun, spent_s=500.0)) for r in moved([request(0)], engine)])
+    (done,) = run(second)
+    assert 500 < done.finished_s - done.started_s < 510
+
+
+@pytest.mark.parametrize(
+    ("sizes", "token", "complaint"), [((2, 1, 2), 3, "not as many"), ((2, 2, 2), VOCAB, "outside 0 .. 28")]
+)
+def test_broken_beginnings_are_refused(sizes: tuple[int, int, int], token: int, complaint: str) -> None:
+    types = zip(sizes, (np.int32, np.float32, np.int32), strict=True)
+    arrays = [np.zeros(size, dtype) for size, dtype in types]
+    arrays[0][:] = token
+    with pytest.raises(ValueError, match=complaint):
+        engine_of().submit([replace(request(0), begun=Begun(*arrays))])

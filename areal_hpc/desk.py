@@ -1,0 +1,105 @@
+"""What the controller sits at: messages, clock, run log, and waiting with a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from areal_hpc.activity import ActivityRecorder
+from areal_hpc.comm import Received, World
+from areal_hpc.config import Config
+from areal_hpc.exits import Exit, RunError
+from areal_hpc.messages import WeightsLoaded, WeightsSent
+from areal_hpc.preflight import RunClock, rollout_ranks, trainer_ranks
+from areal_hpc.reporting import interval_arrays, num_ignored
+from areal_hpc.runlog_writer import RunLogWriter
+from areal_hpc.waiting import Backoff
+
+
+class Desk:
+    """Base of the controller; `handle` and `idle` are its own."""
+
+    def __init__(self, config: Config, world: World, clock: RunClock, log: RunLogWriter) -> None:
+        self.config = config
+        self.world = world
+        self.clock = clock
+        self.log = log
+        self.log_s = 0.0
+        self.activity = ActivityRecorder(clock.now)
+        self.num_ignored_told = 0
+        self.sent_version = -1
+        self.trainers = trainer_ranks(config)
+        self.rollouts = rollout_ranks(config)
+        self.loaded_version = dict.fromkeys(self.rollouts, -1)
+        self.progressed_s = time.monotonic()
+
+    def handle(self, received: Received) -> None:
+        """Take one message."""
+        raise NotImplementedError
+
+    def idle(self) -> None:
+        """Called between messages while waiting; may raise."""
+
+    def event(self, kind: str, text: str, rank: int = 0) -> None:
+        self.log.event(self.clock.now(), kind, text, rank)
+
+    def flush(self) -> None:
+        if (count := num_ignored(self.world)) > self.num_ignored_told:
+            self.num_ignored_told = count
+            self.event("messages_ignored", f"{count} doubled or stale messages ignored so far on the controller")
+        self.log_activity(interval_arrays(self.activity.drain()), self.world.rank)
+        with self.activity("log"):
+            self.log_s += self.log.flush()
+
+    def log_step(self, row: Mapping[str, Any]) -> None:
+        """The step's row, with all that came before it."""
+        self.log_s = 0.0
+        self.log.step(row)
+        self.flush()
+
+    def log_activity(self, intervals: dict[str, np.ndarray], rank: int) -> None:
+        self.log.activity(intervals | {"rank": np.full(len(intervals["kind"]), rank, np.int32)})
+
+    @property
+    def version_everywhere(self) -> int:
+        """The newest version that has left the trainer and is loaded on every rollout rank."""
+        return min(self.sent_version, *self.loaded_version.values())
+
+    def weights_sent(self, sent: WeightsSent) -> None:
+        self.sent_version = sent.version
+        names = ("version", "num_bytes", "snapshot_s", "broadcast_s")
+        self.log.weight_update({name: getattr(sent, name) for name in names} | {"time_s": self.clock.now()})
+
+    def weights_loaded(self, loaded: WeightsLoaded, rank: int) -> None:
+        self.loaded_version[rank] = loaded.version
+        names = ("version", "receive_s", "pause_s", "interrupted", "reprefilled_tokens")
+        row = {name: [getattr(loaded, name)] for name in names}
+        self.log.weight_loads(row | {"rank": [rank], "time_s": [self.clock.now()]})
+
+    def wait_for_progress(self, done: Callable[[], bool], waiting_for: Callable[[], str]) -> None:
+        """Wait as long as steps keep finishing; `deadlines.step_s` without one ends the run."""
+        self.progressed_s = time.monotonic()
+        self.wait(done, self.config.deadlines.step_s, waiting_for)
+
+    def wait(self, done: Callable[[], bool], timeout_s: float, waiting_for: Callable[[], str]) -> None:
+        """Handle messages until `done()`.
+
+        Raises:
+            RunError: DEADLINE after `timeout_s` without a finished step; what `handle` and `idle` raise.
+        """
+        pause = Backoff()
+        while not done():
+            received = self.world.poll()
+            if received is not None:
+                self.handle(received)
+                pause.reset()
+                continue
+            self.idle()
+            if time.monotonic() - self.progressed_s > timeout_s:
+                raise RunError(
+                    Exit.DEADLINE, f"nothing finished for {timeout_s:.0f} s while waiting for {waiting_for()}"
+                )
+            pause.sleep()

@@ -1,0 +1,111 @@
+"""Runs that end in the middle and go on: same losses, no prompt lost or trained twice, other numbers of ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from areal_hpc.exits import Exit
+from areal_hpc.runlog import RunLog
+from tests import runs
+from tests.runs import tiny_config, wait_until
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+OFTEN = {"checkpoint": {"every_s": 0.001}, "evaluation": {"at_start": False, "at_end": False}}
+
+
+def stop_at(config: dict, version: int, number: signal.Signals, rank: int = 0) -> runs.Finished:
+    """Start the run and send a signal to one rank's process once the controller has seen this version."""
+    process = runs.start(config)
+    status = Path(config["run_dir"]) / "status.json"
+    wait_until(lambda: runs.read_json(status).get("version", 0) >= version, 90, f"version {version}")
+    pids = RunLog(config["run_dir"]).ranks.set_index("rank").pid
+    os.kill(int(pids[rank]), number)
+    return runs.finish(process, config)
+
+
+def attempts(config: dict, *numbers: int) -> list[RunLog]:
+    return [RunLog(config["run_dir"], number) for number in numbers]
+
+
+def assert_nothing_lost(logs: list[RunLog], steps: int, batch: int, group: int) -> None:
+    """Every step is trained once, every trained group once and whole, and ids have no holes but for dropped groups."""
+    kept = pd.concat([log.steps for log in logs]).drop_duplicates("step", keep="last")
+    assert kept.version_after.tolist() == list(range(1, steps + 1))
+    rows = pd.concat([log.trajectories.assign(attempt=n) for n, log in enumerate(logs)])
+    trained = rows[rows.fate == "consumed"].sort_values("attempt").drop_duplicates(["group_id", "sample"], keep="last")
+    assert len(trained) == steps * batch * group
+    assert (trained.groupby("group_id")["sample"].nunique() == group).all()
+    prompts = trained.drop_duplicates("group_id").prompt_id
+    assert prompts.is_unique  # fewer groups than prompts in the file: within an epoch none comes twice
+
+
+def test_the_losses_are_those_of_a_run_that_never_stopped(tiny_dir, tmp_path):
+    """Staleness 0; the controller is killed without warning, so that the last checkpoint counts."""
+    sections = OFTEN | {"mode": "sync", "steps": 6, "trainer": {"minibatches": 2}}
+    whole = tiny_config(tiny_dir, tmp_path / "whole", **sections)
+    runs.run(whole).assert_done()
+    parts = tiny_config(tiny_dir, tmp_path / "parts", **sections)
+    assert stop_at(parts, 3, signal.SIGKILL).returncode != 0
+    runs.run(parts).assert_done()
+    expected = RunLog(whole["run_dir"]).steps
+    first, second = (log.steps for log in attempts(parts, 1, 2))
+    got = pd.concat([first, second]).drop_duplicates("step", keep="last")
+    assert second.step.iloc[0] > 1 and got.step.tolist() == expected.step.tolist()
+    np.testing.assert_allclose(got.loss, expected.loss, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(got.grad_norm, expected.grad_norm, rtol=1e-4)
+    assert got.response_tokens.tolist() == expected.response_tokens.tolist()
+
+
+@pytest.mark.parametrize(("number", "rank"), [(signal.SIGUSR2, 0), (signal.SIGUSR2, 2), (signal.SIGTERM, 1)])
+def test_a_warning_to_any_rank_saves_and_another_number_of_ranks_goes_on(tiny_dir, tmp_path, number, rank):
+    sections = OFTEN | {"steps": 8, "checkpoint": {"every_s": None}}
+    first = tiny_config(tiny_dir, tmp_path / "run", rollout={"ranks": 1}, **sections)
+    ended = stop_at(first, 2, number, rank)
+    assert ended.returncode == (Exit.REQUEUE if number == signal.SIGUSR2 else Exit.INTERRUPTED), ended.stderr
+    assert f"{number.name} on rank {rank}" in ended.stderr and "is saved" in ended.stderr
+    second = tiny_config(tiny_dir, tmp_path / "run", rollout={"ranks": 2}, trainer={"ranks": 2}, **sections)
+    runs.run(second).assert_done()
+    logs = attempts(second, 1, 2)
+    assert logs[1].steps.step.iloc[0] == logs[0].steps.step.iloc[-1] + 1
+    assert "groups_restored" in set(logs[1].events.kind)
+    assert_nothing_lost(logs, steps=8, batch=4, group=4)
+    assert runs.processes_of(second) == []
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tiny_dir, tmp_path):
+    config = tiny_config(tiny_dir, tmp_path / "run", **OFTEN | {"steps": 8})
+    stop_at(config, 4, signal.SIGKILL)
+    newest = max((tmp_path / "run/checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
+    with (newest / "trainer.safetensors").open("r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        file.write(b"\xff")
+    done = runs.run(config)
+    done.assert_done()
+    assert f"{newest.name}: trainer.safetensors" in done.stderr
+    logs = attempts(config, 1, 2)
+    assert any(newest.name in text for text in logs[1].events.text)
+    assert logs[1].steps.step.iloc[0] == int(newest.name.split("_")[1])
+    assert_nothing_lost(logs, steps=8, batch=4, group=4)
+
+
+def test_only_one_at_a_time_and_a_finished_run_is_not_repeated(tiny_dir, tmp_path):
+    config = tiny_config(tiny_dir, tmp_path / "run", **OFTEN | {"steps": 6})
+    process = runs.start(config)
+    wait_until(lambda: (tmp_path / "run/status.json").exists(), 60, "the start")
+    other = runs.run(config)
+    assert other.returncode == Exit.CONFIG and "belongs to attempt 1" in other.stderr
+    runs.finish(process, config).assert_done()
+    again = runs.run(config)
+    assert again.returncode == 0 and "is finished: version 6" in again.stdout
+    other_seed = runs.run(config | {"seed": 5, "steps": 7})
+    assert other_seed.returncode == Exit.CONFIG and "seed was 0, is 5" in other_seed.stderr
+    further = runs.run(config | {"steps": 8})
+    further.assert_done()
+    assert sorted(path.name for path in (tmp_path / "run").glob("attempt_*")) == ["attempt_1", "attempt_2"]
+    assert_nothing_lost(attempts(config, 1, 2), steps=8, batch=4, group=4)
