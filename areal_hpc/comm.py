@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_hpc.codec import Arrays, Codec, CodecError, Frame, Incoming, Message, Payload, SequenceCheck, pack_trailer
-from areal_hpc.mpi_start import careful_start
+from areal_hpc.mpi_start import start_mpi
 from areal_hpc.warm_blocks import WarmBlocks
 
 mpi4py.rc.initialize = False  # importing this file starts nothing; World does
@@ -143,8 +143,7 @@ class World:
 
     def __init__(self, codec: Codec, attempt: int, *, stall_s: float = STALL_S, held_bytes: int = HELD_BYTES) -> None:
         if not MPI.Is_initialized():
-            with careful_start(START_S):
-                MPI.Init_thread()
+            start_mpi(MPI.Init_thread, START_S)
         self.codec = codec
         self.attempt = attempt
         self.check = SequenceCheck(attempt)

@@ -204,6 +204,8 @@ class DeadlinesConfig(Section):
     """For one weight update to reach a rollout rank."""
     checkpoint_s: Seconds = 300.0
     """For a checkpoint to be written by all ranks; one that takes longer is given up, the run goes on."""
+    heartbeat_s: Seconds = 300.0
+    """Longest silence of a trainer or rollout rank; ranks report about once a second between micro-batches."""
     step_s: Seconds = 3600.0
     """Between two finished steps; a longer silence ends the run with an explanation."""
     exit_s: Seconds = 30.0

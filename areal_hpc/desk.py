@@ -13,7 +13,7 @@ from areal_hpc.comm import Received, World
 from areal_hpc.config import Config
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.messages import WeightsLoaded, WeightsSent
-from areal_hpc.preflight import RunClock, rollout_ranks, trainer_ranks
+from areal_hpc.preflight import RunClock, role_of, rollout_ranks, trainer_ranks
 from areal_hpc.reporting import interval_arrays, num_ignored
 from areal_hpc.runlog_writer import RunLogWriter
 from areal_hpc.waiting import Backoff
@@ -35,6 +35,7 @@ class Desk:
         self.rollouts = rollout_ranks(config)
         self.loaded_version = dict.fromkeys(self.rollouts, -1)
         self.progressed_s = time.monotonic()
+        self.heard_s: dict[int, float] = {}
 
     def handle(self, received: Received) -> None:
         """Take one message."""
@@ -79,6 +80,16 @@ class Desk:
         row = {name: [getattr(loaded, name)] for name in names}
         self.log.weight_loads(row | {"rank": [rank], "time_s": [self.clock.now()]})
 
+    def check_heartbeats(self) -> None:
+        """Every rank that was ever heard must be heard again. Raises RunError (DEADLINE) naming one that is silent."""
+        if not self.heard_s:
+            return
+        rank, heard_s = min(self.heard_s.items(), key=lambda item: item[1])
+        silent_s = time.monotonic() - heard_s
+        if silent_s > self.config.deadlines.heartbeat_s:
+            role = role_of(rank, self.config)
+            raise RunError(Exit.DEADLINE, f"rank {rank} ({role}) has not been heard for {silent_s:.0f} s")
+
     def wait_for_progress(self, done: Callable[[], bool], waiting_for: Callable[[], str]) -> None:
         """Wait as long as steps keep finishing; `deadlines.step_s` without one ends the run."""
         self.progressed_s = time.monotonic()
@@ -94,10 +105,12 @@ class Desk:
         while not done():
             received = self.world.poll()
             if received is not None:
+                self.heard_s[received.source] = time.monotonic()
                 self.handle(received)
                 pause.reset()
                 continue
             self.idle()
+            self.check_heartbeats()
             if time.monotonic() - self.progressed_s > timeout_s:
                 raise RunError(
                     Exit.DEADLINE, f"nothing finished for {timeout_s:.0f} s while waiting for {waiting_for()}"

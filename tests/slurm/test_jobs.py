@@ -187,7 +187,7 @@ def test_an_mpi_library_that_does_not_fit_is_refused_before_any_rank_starts(plac
 
 
 def test_mpich_starts_whatever_lies_in_memory(cluster):
-    """MPICH sends memory it never wrote to through PMI; what does not compress made MPI_Init die (mpi_start.py)."""
+    """MPICH sends memory it never wrote to through PMI; what does not shrink made MPI_Init die (mpi_start.py)."""
     rank = [sys.executable, REPOSITORY / "tests/slurm/dirty_heap.py"]
     first = ["srun", "--mpi=pmi2", "--kill-on-bad-exit=1", "-p", "trainer", "-N1", "-n2", *rank]
     said = cluster.run([*first, ":", "-p", "rollout", "-N1", "-n2", *rank], timeout_s=60)

@@ -38,6 +38,7 @@ def start_again_at_once(cluster: Cluster, job: RunJob) -> None:
         return bool(states) and set(states.values()) == {"PENDING"}
 
     wait_until(waits, 60, "the job to be in the queue again")
+    time.sleep(3)  # within two seconds the hosts take the new start for the old one, and refuse it
     deadline_s = time.monotonic() + 60
     while set(cluster.states(job.job_id).values()) == {"PENDING"}:
         for number in range(len(cluster.states(job.job_id))):
