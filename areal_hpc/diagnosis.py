@@ -159,7 +159,8 @@ def _components(plan: Plan, seen: Gathered) -> Iterator[Finding]:
     for name, ranks in plan.components:
         mine = [report for report in seen.reports if report.component == name]
         hosts[name] = {report.host for report in mine}
-        text = f"{len(mine)} ranks on {len(hosts[name])} hosts: {compact(hosts[name])}"
+        plural = "s" * (len(hosts[name]) > 1)
+        text = f"{len(mine)} ranks on {len(hosts[name])} host{plural}: {compact(hosts[name])}"
         if len(mine) == ranks:
             yield Finding("ok", name, text)
         else:

@@ -109,3 +109,14 @@ def test_only_one_at_a_time_and_a_finished_run_is_not_repeated(tiny_dir, tmp_pat
     further.assert_done()
     assert sorted(path.name for path in (tmp_path / "run").glob("attempt_*")) == ["attempt_1", "attempt_2"]
     assert_nothing_lost(attempts(config, 1, 2), steps=8, batch=4, group=4)
+
+
+def test_a_silent_rank_is_noticed_and_the_next_attempt_goes_on(tiny_dir, tmp_path):
+    """SIGSTOP: alive for the operating system, dead for the run."""
+    deadlines = {"heartbeat_s": 4.0, "exit_s": 10.0}
+    config = tiny_config(tiny_dir, tmp_path / "run", **OFTEN | {"steps": 40, "deadlines": deadlines})
+    ended = stop_at(config, 3, signal.SIGSTOP, rank=2)
+    assert ended.returncode == Exit.DEADLINE and "rank 2 (rollout) has not been heard for" in ended.stderr
+    assert ended.seconds < 40 and runs.processes_of(config) == []
+    runs.run(config | {"steps": 8}).assert_done()
+    assert_nothing_lost(attempts(config, 1, 2), steps=8, batch=4, group=4)

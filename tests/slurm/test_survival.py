@@ -76,6 +76,7 @@ def test_walltime(place, cluster):
     assert log.steps.step.iloc[0] == first["steps_done_after"] + 1
 
 
+@pytest.mark.slow
 def test_preemption(place, cluster):
     """A job of the partition above takes the nodes away; the run saves itself and comes back."""
     slurm = HET | {"trainer": {"partition": "low"}, "rollout": {"partition": "low"}, "common": {"exclusive": True}}
@@ -109,7 +110,7 @@ def test_a_lost_host(place, cluster):
     assert resumed > 1  # the checkpoint was there before the host was lost
 
 
-@pytest.mark.parametrize("rank", [1, 2], ids=["trainer", "rollout"])
+@pytest.mark.parametrize("rank", [pytest.param(1, id="trainer", marks=pytest.mark.slow), pytest.param(2, id="rollout")])
 def test_a_killed_rank(place, cluster, rank):
     """The whole step ends at once; the job puts itself back into the queue and goes on from the checkpoint."""
     job = submit(simulated(place), LONG)
@@ -123,6 +124,7 @@ def test_a_killed_rank(place, cluster, rank):
     assert_whole(job, 40, 2)
 
 
+@pytest.mark.slow
 def test_a_job_that_never_gets_anywhere_is_given_up(place, cluster):
     """The controller dies at its first batch, again and again: three attempts, then FAILED with all reasons."""
     path: Path = simulated(place, slurm=HET | {"setup": ["export AREAL_HPC_FAULT=exception@controller.compose#0*1"]})
