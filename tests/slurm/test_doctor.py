@@ -95,7 +95,7 @@ def test_one_allocation_with_open_mpi(place):
     code, screen = examine(place, slurm)
     assert code == Exit.DONE
     assert "shape steps, Open MPI 5" in screen and "one MPI world of 5 ranks" in screen
-    assert "ok trainer 3 ranks on 1 hosts" in screen and "ok rollout 2 ranks on 2 hosts" in screen
+    assert "ok trainer 3 ranks on 1 host:" in screen and "ok rollout 2 ranks on 2 hosts" in screen
     assert "no rank was given a GPU" in screen
 
 

@@ -91,7 +91,7 @@ def test_a_healthy_world():
     assert [f for f in findings if f.level != "ok"] == []
     screen = render("title", findings)
     assert "5 ranks = 1 controller + 2 trainer + 2 rollout" in screen
-    assert "3 ranks on 2 hosts: a[1-2]" in screen and "2 ranks on 1 hosts: b1" in screen
+    assert "3 ranks on 2 hosts: a[1-2]" in screen and "2 ranks on 1 host: b1" in screen
     assert "trainer a1 - rollout b1: 1,500 MB/s, back 1,200 MB/s, 50 us round trip" in screen
     assert screen.endswith("a run can start here: 0 bad, 0 warnings (exit code 0)")
     assert code_in(screen) == 0 and exit_code(findings) == Exit.DONE
@@ -99,7 +99,7 @@ def test_a_healthy_world():
 
 BAD = {
     "silent rank": (gathered(without=(4,)), "world", "rank 4 of 5 did not report"),
-    "component too small": (gathered(without=(4,)), "rollout", "1 ranks on 1 hosts: b1; 2 ranks expected"),
+    "component too small": (gathered(without=(4,)), "rollout", "1 ranks on 1 host: b1; 2 ranks expected"),
     "no answer": (
         gathered(silent=[(2, 3)]),
         "messages",
@@ -315,7 +315,7 @@ def test_the_doctor_starts_the_very_step_of_the_run(tmp_path):
     script = render_script(doctor.doctor_job(settings, "c.yaml", [], 120.0))
 
     def step(text: str) -> list[str]:
-        lines = text[text.index("\nsrun ") :].strip().splitlines()
+        lines = text[text.index("\nsrun ") :].partition(" || code=")[0].strip().splitlines()
         return [line.partition(' "$PYTHON"')[0] for line in lines]
 
     assert step(script) == step(run) and len(step(run)) == 3
