@@ -115,6 +115,7 @@ class Controller(Desk):
             self.config.deadlines.startup_s,
             lambda: f"ranks {sorted(self.not_ready)} to be ready",
         )
+        self.expect_heartbeats()
         self.announce(self.state.version)
         if self.saved is not None:
             self.event("resumed", self.saved.sentence)

@@ -80,8 +80,12 @@ class Desk:
         row = {name: [getattr(loaded, name)] for name in names}
         self.log.weight_loads(row | {"rank": [rank], "time_s": [self.clock.now()]})
 
+    def expect_heartbeats(self) -> None:
+        """From now on every rank must be heard. While it loads its model it is silent; `startup_s` is for that."""
+        self.heard_s = dict.fromkeys([*self.trainers, *self.rollouts], time.monotonic())
+
     def check_heartbeats(self) -> None:
-        """Every rank that was ever heard must be heard again. Raises RunError (DEADLINE) naming one that is silent."""
+        """Raises RunError (DEADLINE) naming the rank that has been silent for longest, if too long."""
         if not self.heard_s:
             return
         rank, heard_s = min(self.heard_s.items(), key=lambda item: item[1])
@@ -105,7 +109,8 @@ class Desk:
         while not done():
             received = self.world.poll()
             if received is not None:
-                self.heard_s[received.source] = time.monotonic()
+                if received.source in self.heard_s:
+                    self.heard_s[received.source] = time.monotonic()
                 self.handle(received)
                 pause.reset()
                 continue

@@ -10,15 +10,18 @@ code. Whoever does not answer within `deadlines.exit_s` (stuck in a collective, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import faulthandler
 import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +32,7 @@ from areal_hpc.codec import Codec
 from areal_hpc.comm import World
 from areal_hpc.config import Config, load_resolved
 from areal_hpc.exits import Exit, RunError
-from areal_hpc.messages import MESSAGE_TYPES, Farewell, RankFailed, Stop, Welcome
+from areal_hpc.messages import MESSAGE_TYPES, Farewell, Hello, RankFailed, Stop, Welcome
 from areal_hpc.ownership import held_by, release, still_ours
 from areal_hpc.placement import is_bound, narrow
 from areal_hpc.preflight import CONTROLLER, OWN_GPU, RunClock, check_world, join, role_of, welcome_all
@@ -181,11 +184,26 @@ def control(config: Config, world: World, run_dir: RunDir, progress: Any) -> str
         try:
             why = controller.run()
         except Exception as error:
-            controller.event("ended", as_run_error(error).reason)
+            failure = as_run_error(error)
+            if failure.code == Exit.DEADLINE:
+                dump_stacks(hellos)
+            controller.event("ended", failure.reason)
             raise
         why = f"simulated: {why}" if config.is_simulated else why
         controller.event("ended", why)
         return why
+
+
+def dump_stacks(hellos: Sequence[Hello]) -> None:
+    """Have every rank that lives write the stacks of its threads into its own log, before all of them end."""
+    job_id, here = os.environ.get("SLURM_JOB_ID"), socket.gethostname()
+    if job_id is not None:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(["scancel", "--signal=USR1", job_id], timeout=10, check=False)
+        return
+    for pid in (hello.pid for hello in hellos if hello.host == here):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
 
 
 def say_farewell(world: World, reason: str, timeout_s: float) -> list[int]:

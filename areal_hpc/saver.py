@@ -96,7 +96,8 @@ class Saver:
         if self.pending is not None:
             if self.pending.is_cut and self.pending.step == step:
                 return  # it is this moment's already
-            self._give_up(self.pending, "the run ends first")
+            self.checkpoints.abandon(self.pending.path)  # of a step that will not be finished
+            self.pending = None
         pending = self._begin(step)
         if pending is not None:
             self.world.post(self.trainer, SaveTrainer(step, str(pending.path)))

@@ -118,5 +118,7 @@ def test_a_silent_rank_is_noticed_and_the_next_attempt_goes_on(tiny_dir, tmp_pat
     ended = stop_at(config, 3, signal.SIGSTOP, rank=2)
     assert ended.returncode == Exit.DEADLINE and "rank 2 (rollout) has not been heard for" in ended.stderr
     assert ended.seconds < 40 and runs.processes_of(config) == []
+    for rank in (0, 1):  # the ranks that live say where they are
+        assert "most recent call first" in (tmp_path / f"run/attempt_1/rank_{rank:04d}.log").read_text()
     runs.run(config | {"steps": 8}).assert_done()
     assert_nothing_lost(attempts(config, 1, 2), steps=8, batch=4, group=4)
