@@ -29,6 +29,7 @@ from areal_hpc.diagnosis import Plan
 from areal_hpc.doctor_marks import Mark, code_in, exit_code, findings_in, parse, render, unfinished
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.jobspec import JobSpec, run_job
+from areal_hpc.launch import kill_session
 from areal_hpc.slurmfacts import Finding, combination, expand, library_name, plugins, settings, slurm_version
 
 COMMAND_S = 30.0
@@ -297,7 +298,7 @@ class Heard:
             before = self.noise
             self.ended = f"no result after {deadline_s:.0f} s, given up"
         finally:
-            end_session(process)
+            kill_session(process)
             for reader in readers:
                 reader.join(KILL_AFTER_S)
             self.noise = before if self.gave_up else self.noise  # what srun says while it is ended explains nothing
@@ -310,18 +311,6 @@ class Heard:
                 self.noise = [*self.noise[-49:], line.rstrip()]
             else:
                 self.marks.append(mark)
-
-
-def end_session(process: subprocess.Popen[str]) -> None:
-    """End what is left of a session: TERM (srun ends its step), then KILL."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(KILL_AFTER_S)
-    process.wait()
 
 
 def _parser() -> argparse.ArgumentParser:

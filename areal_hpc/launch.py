@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from areal_hpc.attempt import begin
 from areal_hpc.check import facts
@@ -155,8 +156,8 @@ def no_reason(returncode: int) -> str:
     return f"mpiexec ended with code {returncode} and no rank had time to say why; was one killed (out of memory)?"
 
 
-def kill_session(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of the session of mpiexec: TERM, then KILL."""
+def kill_session(process: subprocess.Popen[Any]) -> None:
+    """End what is left of the session of mpiexec or srun: TERM, then KILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
