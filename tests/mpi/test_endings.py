@@ -59,7 +59,7 @@ def test_ctrl_c(tiny_dir, tmp_path):
     finished = finish(process, config)
     assert finished.seconds < GONE_S
     assert finished.returncode == Exit.INTERRUPTED
-    assert "stopped by SIGINT at version" in finished.stderr
+    assert "stopped by SIGINT on rank 0 at version" in finished.stderr and "is saved" in finished.stderr
     assert finished.status["state"] == "interrupted"
     assert len(finished.log().steps) >= 1
     assert processes_of(config) == []
