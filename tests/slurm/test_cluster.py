@@ -189,6 +189,7 @@ def test_a_dead_host_is_noticed_and_its_job_requeued(cluster, place, healed):
     cluster.wait_until_state(job, "PENDING")
     cluster.heal(healed)
     assert cluster.node_state(healed) == "idle"
+    cluster.run(["sleep", "3"])  # within two seconds of the requeue hosts take the new start for the old one
     cluster.run(["scontrol", "update", f"jobid={job}", "StartTime=now"])
     rows = cluster.wait_for_job(job)
     assert rows[job]["State"] == "COMPLETED"
