@@ -97,7 +97,8 @@ def flags(*pairs: tuple[str, str | int | None]) -> Iterator[str]:
 
 
 def _hide_hetjob(line: str) -> str:
-    """sbatch takes every #SBATCH line with this word in it for the border between two components."""
+    """Versions of sbatch were reported that take any #SBATCH line with this word in it for the border between two
+    components (22.05 does not)."""
     for word in ("hetjob", "packjob"):
         line = line.replace(word, f"{word[0]}''{word[1:]}")
     return line
@@ -123,14 +124,15 @@ def _plain_step(spec: JobSpec) -> Iterator[str]:
     counts = [
         c.tasks // c.nodes + (node < c.tasks % c.nodes) for c in spec.components for node in range(c.nodes)
     ]  # Slurm, too, gives the odd task to the first nodes
-    cpus = max((c.settings.cpus_per_task or 0) for c in spec.components)
-    flags = [f"--mpi={spec.mpi}", "--kill-on-bad-exit=1", "--distribution=arbitrary", f"--ntasks={spec.num_tasks}"]
+    cpus = max(c.settings.cpus_per_task or 0 for c in spec.components)
+    words = ["srun", f"--mpi={spec.mpi}", "--kill-on-bad-exit=1", "--distribution=arbitrary"]
+    words += [f"--ntasks={spec.num_tasks}", *([f"--cpus-per-task={cpus}"] if cpus else []), *spec.srun]
     yield "export SLURM_HOSTFILE=$(mktemp)"
     yield "trap 'rm -f \"$SLURM_HOSTFILE\"' EXIT"
     yield f"set -- {' '.join(map(str, counts))} # ranks on each host"
     yield 'scontrol show hostnames "$SLURM_JOB_NODELIST" |'
     yield '  while read -r host; do for _ in $(seq "$1"); do echo "$host"; done; shift; done > "$SLURM_HOSTFILE"'
-    yield shlex.join(["srun", *flags, *([f"--cpus-per-task={cpus}"] if cpus else []), *spec.srun]) + " \\"
+    yield shlex.join(words) + " \\"
     yield f"  {spec.components[0].command.partition(' --component ')[0]}{_status(spec)}"
 
 

@@ -51,8 +51,9 @@ PARAMETERS: dict[str, Any] = {
 }
 """What `HetSlurmExecutor.update_parameters` takes, with defaults."""
 
-COMPONENT_PARAMETERS = {"nodes": 1, "tasks": 1} | {
-    name: field.default for name, field in ComponentConfig.model_fields.items() if name not in ("nodes",)
+COMPONENT_PARAMETERS = {name: field.default for name, field in ComponentConfig.model_fields.items()} | {
+    "nodes": 1,
+    "tasks": 1,
 }
 """What each of `components` takes."""
 
@@ -127,7 +128,7 @@ class HetJob(SlurmJob[core.R]):
         return dict(self.watcher.components.get(self.job_id, {}))
 
     def cancel(self, check: bool = True, component: int | None = None) -> None:
-        """Cancel the job, or one component of a running one; the others go on and see their ranks disappear."""
+        """Cancel the job, or one component of a running one; a run saves itself then, and ends."""
         target = self.job_id if component is None else f"{self.job_id}+{component}"
         (subprocess.check_call if check else subprocess.call)(["scancel", target], timeout=COMMAND_TIMEOUT_S)
 
@@ -194,9 +195,6 @@ class HetSlurmExecutor(SlurmExecutor):
     """
 
     job_class = HetJob
-
-    def __init__(self, folder: str | Path, max_num_timeout: int = 3, python: str | None = None) -> None:
-        super().__init__(folder, max_num_timeout=max_num_timeout, python=python)
 
     @classmethod
     def _equivalence_dict(cls) -> core.EquivalenceDict:

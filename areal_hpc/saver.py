@@ -110,7 +110,10 @@ class Saver:
 
     def _begin(self, step: int) -> Pending | None:
         try:
+            before = self.checkpoints.num_leftovers
             path = self.checkpoints.begin(step, self.world.attempt)
+            if removed := self.checkpoints.num_leftovers - before:
+                self.event("checkpoint_leftovers", f"{removed} unfinished checkpoints of earlier attempts removed")
         except RunError as error:
             self._failed(step, error.reason)
             return None

@@ -143,6 +143,12 @@ def test_a_part_that_fails_or_is_late_leaves_the_checkpoint_before(bench):
     assert caught.value.code == Exit.DISK
 
 
+def test_what_an_earlier_attempt_left_unfinished_is_removed_and_told(bench):
+    (bench.checkpoints.root / ".step_2.attempt_1").mkdir(parents=True)
+    bench.saver.order_now(3)
+    assert bench.events == [("checkpoint_leftovers", "1 unfinished checkpoints of earlier attempts removed")]
+
+
 def test_parts_of_another_checkpoint_are_ignored(bench):
     bench.clock += 10
     bench.saver.order(3)
