@@ -23,7 +23,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from areal_hpc.sweeptable import RunError, results
+from areal_hpc.sweep.table import RunError, results
 
 GREY = "#8a8a8a"
 

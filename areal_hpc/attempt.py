@@ -21,7 +21,7 @@ from areal_hpc.attempts import Begin, may_go_on, write_begin
 from areal_hpc.check import facts
 from areal_hpc.checkpoint import Checkpoints, Found
 from areal_hpc.config import Config, PrepareConfig
-from areal_hpc.configcheck import Checked, check_config
+from areal_hpc.config.check import Checked, check_config
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.jobspec import run_job
 from areal_hpc.ownership import Owner, alive, claim, release
@@ -143,7 +143,7 @@ def refuse_known_bad(config: Config, path: str, overrides: Sequence[str]) -> Non
         RunError: PREFLIGHT, with everything that was found and what to do.
     """
     from areal_hpc.comm import MPI
-    from areal_hpc.doctor import about_slurm, component_hosts
+    from areal_hpc.doctor.command import about_slurm, component_hosts
 
     hosts = component_hosts(run_job(config, path, overrides, sys.executable), os.environ)
     library = " ".join(MPI.Get_library_version().split("\n")[0].split())

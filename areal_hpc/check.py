@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areal_hpc.config import Config
-from areal_hpc.configcheck import Checked, ConfigErrors, check_config
-from areal_hpc.configschema import explain
+from areal_hpc.config.check import Checked, ConfigErrors, check_config
+from areal_hpc.config.schema import explain
 from areal_hpc.exits import Exit
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 
 from areal_hpc import __version__
@@ -11,8 +13,8 @@ from areal_hpc.exits import Exit
 COMMANDS = {
     "run": ("areal_hpc.launch", "run a configuration on this machine"),
     "submit": ("areal_hpc.submission", "put a run into the Slurm queue"),
-    "sweep": ("areal_hpc.sweep", "put many runs into the queue, look after them, tabulate them"),
-    "doctor": ("areal_hpc.doctor", "tell whether a Slurm allocation can carry a run"),
+    "sweep": ("areal_hpc.sweep.command", "put many runs into the queue, look after them, tabulate them"),
+    "doctor": ("areal_hpc.doctor.command", "tell whether a Slurm allocation can carry a run"),
     "check": ("areal_hpc.check", "check a configuration and explain every field"),
     "bench": ("areal_hpc.bench.menu", "measure this machine: wire, weights, engine, packing, log"),
 }
@@ -41,7 +43,13 @@ def main(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"areal-hpc: no command {name!r}\n\n{usage()}", file=sys.stderr)
         return int(Exit.CONFIG)
-    return importlib.import_module(COMMANDS[name][0]).main(arguments[1:])
+    try:
+        code: int = importlib.import_module(COMMANDS[name][0]).main(arguments[1:])
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `areal-hpc check --explain | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ Instruction = Admit | Restore | Compose | Leave | Announce | Finish
 # ------------------------------------------------------------------------------------------------------- state
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the decisions depend on; see config.py for the meaning of each."""
+    """What the decisions depend on; see config for the meaning of each."""
 
     batch_size: int
     group_size: int

@@ -1,11 +1,11 @@
-"""Rules of configrules.py about the Slurm job: what no cluster could do as it is asked."""
+"""Rules of a configuration about the Slurm job: what no cluster could do as it is asked."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from areal_hpc.config import ComponentConfig, Config
-from areal_hpc.configrules import Problem, rule
+from areal_hpc.config.rules import Problem, rule
 from areal_hpc.jobspec import merged
 
 PER_STEP = {"nodes", "ranks_per_node", "cpus_per_task"}

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_hpc.batchscript import render, summary
-from areal_hpc.configcheck import check_config
-from areal_hpc.configschema import as_yaml
+from areal_hpc.config.check import check_config
+from areal_hpc.config.schema import as_yaml
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.jobspec import JobSpec, run_job
 

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from areal_hpc.sweeptable import results
+from areal_hpc.sweep.table import results
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[2]

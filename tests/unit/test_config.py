@@ -12,7 +12,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from areal_hpc.config import Config, Section, load_resolved
+from areal_hpc.config import Config, load_resolved
+from areal_hpc.config.types import Section
 
 REQUIRED: dict[str, Any] = {
     "model": {"path": "m"},
@@ -201,7 +202,7 @@ def test_the_configuration_needs_no_torch_mpi_or_hdf5() -> None:
     code = (
         "import sys\n"
         "for name in ('torch', 'mpi4py', 'h5py', 'transformers'): sys.modules[name] = None\n"
-        "import areal_hpc.config, areal_hpc.configcheck, areal_hpc.check\n"
+        "import areal_hpc.config, areal_hpc.config.check, areal_hpc.check\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")

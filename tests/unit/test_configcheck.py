@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from areal_hpc import check
 from areal_hpc.config import Config
-from areal_hpc.configcheck import ConfigErrors, Problem, check_config
-from areal_hpc.configschema import explain, nearest
-from areal_hpc.configschema import settings as all_settings
+from areal_hpc.config.check import ConfigErrors, Problem, check_config
+from areal_hpc.config.schema import explain, nearest
+from areal_hpc.config.schema import settings as all_settings
 from areal_hpc.exits import Exit
 
 GOOD = """\

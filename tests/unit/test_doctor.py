@@ -9,11 +9,12 @@ import msgspec
 import pytest
 import yaml
 
-from areal_hpc import doctor, doctor_probes
 from areal_hpc.batchscript import render as render_script
 from areal_hpc.config import Config
-from areal_hpc.diagnosis import Files, Gathered, Looked, Measured, Plan, RankReport, judge
-from areal_hpc.doctor_marks import MARK, code_in, exit_code, parse, render, unfinished
+from areal_hpc.doctor import command as doctor
+from areal_hpc.doctor import probes as doctor_probes
+from areal_hpc.doctor.diagnosis import Files, Gathered, Looked, Measured, Plan, RankReport, judge
+from areal_hpc.doctor.marks import MARK, code_in, exit_code, parse, render, unfinished
 from areal_hpc.exits import Exit
 from areal_hpc.jobspec import run_job
 from areal_hpc.slurmfacts import Finding

@@ -12,7 +12,7 @@ import yaml
 
 from areal_hpc.batchscript import render
 from areal_hpc.config import ComponentConfig, Config
-from areal_hpc.configcheck import ConfigErrors, check_config
+from areal_hpc.config.check import ConfigErrors, check_config
 from areal_hpc.jobspec import components_of, merged, run_job
 
 REPOSITORY = Path(__file__).parents[2]

@@ -638,7 +638,7 @@ CONFIG = Path(__file__).parents[2] / "configs" / "simulated.yaml"
     ],
 )
 def test_what_does_not_fit_is_refused(overrides, said, tmp_path):
-    from areal_hpc.configcheck import ConfigErrors, check_config
+    from areal_hpc.config.check import ConfigErrors, check_config
 
     with pytest.raises(ConfigErrors) as caught:
         check_config(CONFIG, [*overrides, f"run_dir={tmp_path}"])
@@ -647,7 +647,7 @@ def test_what_does_not_fit_is_refused(overrides, said, tmp_path):
 
 def test_the_example_is_fine_and_says_that_it_is_simulated(tmp_path):
     from areal_hpc.check import facts
-    from areal_hpc.configcheck import check_config
+    from areal_hpc.config.check import check_config
 
     checked = check_config(CONFIG, [f"run_dir={tmp_path}"])
     assert checked.config.is_simulated and not checked.warnings

@@ -18,16 +18,17 @@ import pandas as pd
 import pytest
 import yaml
 
-from areal_hpc import sweep, sweeptable
 from areal_hpc.cli import main as cli
-from areal_hpc.configcheck import ConfigErrors
+from areal_hpc.config.check import ConfigErrors
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.logschema import Activity
 from areal_hpc.runlog_writer import RunLogWriter
-from areal_hpc.sweep import submit_sweep
-from areal_hpc.sweeprecord import PointRecord, Submitted, SweepRecord, locked, undisturbed
-from areal_hpc.sweepspec import load_spec, points, split_gpus
-from areal_hpc.sweeptable import aligned, look, results, status_table
+from areal_hpc.sweep import command as sweep
+from areal_hpc.sweep import table as sweeptable
+from areal_hpc.sweep.command import submit_sweep
+from areal_hpc.sweep.record import PointRecord, Submitted, SweepRecord, locked, undisturbed
+from areal_hpc.sweep.spec import load_spec, points, split_gpus
+from areal_hpc.sweep.table import aligned, look, results, status_table
 
 BASE = {
     "steps": 4,
@@ -350,7 +351,7 @@ def test_a_second_sweep_at_the_same_time_is_refused_with_the_owner(place):
 
 def test_the_lock_of_a_killed_process_is_taken_over(place):
     code = (
-        "import os, signal; from pathlib import Path; from areal_hpc.sweeprecord import locked\n"
+        "import os, signal; from pathlib import Path; from areal_hpc.sweep.record import locked\n"
         "with locked(Path('runs')): os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -signal.SIGKILL

@@ -22,10 +22,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from areal_hpc.configcheck import ConfigErrors, read_file, shown
-from areal_hpc.configrules import Problem
-from areal_hpc.configschema import as_yaml, nearest, settings, walk
-from areal_hpc.configtypes import Count, Number, Section, Text, Unit
+from areal_hpc.config.check import ConfigErrors, read_file, shown
+from areal_hpc.config.rules import Problem
+from areal_hpc.config.schema import as_yaml, nearest, settings, walk
+from areal_hpc.config.types import Count, Number, Section, Text, Unit
 
 GPUS = "gpus"
 """The axis that is no setting: trainer.ranks and rollout.ranks follow from it."""

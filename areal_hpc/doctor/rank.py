@@ -1,9 +1,9 @@
 """What the doctor's srun starts instead of a run's ranks: each reports, and answers messages until rank 0 has seen all.
 
-    python -m areal_hpc.doctor_rank PLAN --component head|trainer|rollout
-    python -m areal_hpc.doctor_rank --library          (prints which MPI library mpi4py loads, starts nothing)
+    python -m areal_hpc.doctor.rank PLAN --component head|trainer|rollout
+    python -m areal_hpc.doctor.rank --library          (prints which MPI library mpi4py loads, starts nothing)
 
-Marked lines on stdout (doctor_marks.py) say how far each rank came, so that a world that never comes up is explained as
+Marked lines on stdout (marks.py) say how far each rank came, so that a world that never comes up is explained as
 well. Rank 0 prints the findings the same way.
 """
 
@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from areal_hpc.codec import Arrays, Codec, Message
-from areal_hpc.diagnosis import LARGE_BYTES, Gathered, Looked, Measured, Plan, RankReport, judge
-from areal_hpc.doctor_marks import say, say_findings
-from areal_hpc.doctor_probes import look, report_of, token_path, write_token
+from areal_hpc.doctor.diagnosis import LARGE_BYTES, Gathered, Looked, Measured, Plan, RankReport, judge
+from areal_hpc.doctor.marks import say, say_findings
+from areal_hpc.doctor.probes import look, report_of, token_path, write_token
 from areal_hpc.exits import Exit
 from areal_hpc.slurmfacts import Finding
 
@@ -261,7 +261,7 @@ class Coordinator:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="areal_hpc.doctor_rank", description="one rank of areal-hpc doctor")
+    parser = argparse.ArgumentParser(prog="areal_hpc.doctor.rank", description="one rank of areal-hpc doctor")
     parser.add_argument("plan", nargs="?")
     parser.add_argument("--component", default="")
     parser.add_argument("--library", action="store_true")

@@ -1,6 +1,6 @@
 """What the settings are called, what each may hold, and which one a misspelt name probably meant.
 
-Everything is read from the annotations and the doc strings of config.py, so that a message, the list of legal keys
+Everything is read from the annotations and the doc strings of the sections, so that a message, the list of legal keys
 and `areal-hpc check --explain` can never disagree with what the configuration accepts.
 """
 
@@ -17,7 +17,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from areal_hpc.config import Config
-from areal_hpc.configtypes import Section, Unit
+from areal_hpc.config.types import Section, Unit
 
 _BASES: dict[Any, str] = {
     int: "a whole number",
@@ -64,7 +64,7 @@ class Setting:
 
 @cache
 def settings() -> dict[str, Setting]:
-    """Every setting by its dotted name, a section before what it holds, in the order of config.py."""
+    """Every setting by its dotted name, a section before what it holds, in the order of the sections."""
     return {setting.name: setting for setting in walk(Config, "")}
 
 

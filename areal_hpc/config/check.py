@@ -1,6 +1,6 @@
 """Reading a configuration so that everything wrong with it is said at once, in the words of the file.
 
-YAML file, then `a.b=value` overrides, then pydantic, then the rules of configrules.py on whatever is well-formed.
+YAML file, then `a.b=value` overrides, then pydantic, then the rules of rules.py on whatever is well-formed.
 Importing this module needs neither torch nor MPI nor h5py.
 """
 
@@ -19,10 +19,10 @@ import yaml
 from pydantic import ValidationError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from areal_hpc import slurmrules  # noqa: F401 - its rules join those of configrules
+from areal_hpc import slurmrules  # noqa: F401 - its rules join those of rules.py
 from areal_hpc.config import Config
-from areal_hpc.configrules import Problem, broken_rules
-from areal_hpc.configschema import Setting, list_members, members, nearest, required_under, settings
+from areal_hpc.config.rules import Problem, broken_rules
+from areal_hpc.config.schema import Setting, list_members, members, nearest, required_under, settings
 from areal_hpc.exits import Exit, RunError
 
 Places = dict[str, tuple[float, str]]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from areal_hpc import __version__
-from areal_hpc.diagnosis import SLOW_NAME_S, Files, Looked, Plan, RankReport
+from areal_hpc.doctor.diagnosis import SLOW_NAME_S, Files, Looked, Plan, RankReport
 from areal_hpc.exits import RunError
 from areal_hpc.placement import is_bound, own_gpu, visible
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from areal_hpc.batchscript import render
 from areal_hpc.config import Config
-from areal_hpc.configcheck import Checked, ConfigErrors, check_config
+from areal_hpc.config.check import Checked, ConfigErrors, check_config
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.jobspec import JobSpec, components_of, merged, run_job
 from areal_hpc.submission import as_texts, send
-from areal_hpc.sweeprecord import PointRecord, Submitted, SweepRecord, locked, undisturbed
-from areal_hpc.sweepspec import GPUS, Point, SweepSpec, load_spec, points, split_gpus
-from areal_hpc.sweeptable import PointState, aligned, look, results_of, status_table
+from areal_hpc.sweep.record import PointRecord, Submitted, SweepRecord, locked, undisturbed
+from areal_hpc.sweep.spec import GPUS, Point, SweepSpec, load_spec, points, split_gpus
+from areal_hpc.sweep.table import PointState, aligned, look, results_of, status_table
 
 FIRST_POLL_S, LONGEST_POLL_S = 2.0, 30.0
 CANCEL_TIMEOUT_S = 60
@@ -65,7 +65,7 @@ def submit_sweep(
     """Put the missing points of a sweep into the queue.
 
     Args:
-        source: YAML file (sweepspec.SweepSpec).
+        source: YAML file (spec.SweepSpec).
         retry_failed: submit failed points again.
         say: prints one line per point.
 

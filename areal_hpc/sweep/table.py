@@ -1,6 +1,6 @@
 """Where the points of a sweep are, and one tidy table of what they gave.
 
-from areal_hpc.sweeptable import results
+from areal_hpc.sweep.table import results
 table = results("runs/scaling")            # needs neither torch nor MPI nor Slurm
 table.plot("gpus", "tokens_per_s")
 """
@@ -21,7 +21,7 @@ from areal_hpc.logschema import Activity, Fate
 from areal_hpc.rundir import read_json
 from areal_hpc.runlog import RunLog, RunLogError
 from areal_hpc.slurmstate import States, has_ended, worst
-from areal_hpc.sweeprecord import SweepRecord
+from areal_hpc.sweep.record import SweepRecord
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -1,7 +1,7 @@
 """`areal-hpc doctor CONFIG [a.b=value ...]`: can this allocation carry the run? One screen, and an exit code.
 
 Inside an allocation the ranks of the run are started by the very script that would start the run, only that each is a
-`doctor_rank`. With --submit a small job with the same components does that. Elsewhere only what a login node can tell
+`rank.py`. With --submit a small job with the same components does that. Elsewhere only what a login node can tell
 is looked at.
 """
 
@@ -24,9 +24,9 @@ from typing import IO
 
 from areal_hpc.batchscript import render as render_script
 from areal_hpc.config import Config
-from areal_hpc.configcheck import check_config
-from areal_hpc.diagnosis import Plan
-from areal_hpc.doctor_marks import Mark, code_in, exit_code, findings_in, parse, render, unfinished
+from areal_hpc.config.check import check_config
+from areal_hpc.doctor.diagnosis import Plan
+from areal_hpc.doctor.marks import Mark, code_in, exit_code, findings_in, parse, render, unfinished
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.jobspec import JobSpec, run_job
 from areal_hpc.launch import kill_session
@@ -88,7 +88,7 @@ def doctor_job(config: Config, path: str, overrides: Sequence[str], deadline_s: 
     """The job of the run with the doctor's ranks in it, short, and nothing prepared before."""
     spec = run_job(config, path, overrides, sys.executable, [f"areal-hpc doctor {shlex.join([path, *overrides])}"])
     plan = shlex.quote(plan_of(config, deadline_s * 0.7).to_text())
-    rank = f'"$PYTHON" -m areal_hpc.doctor_rank {plan} --component'
+    rank = f'"$PYTHON" -m areal_hpc.doctor.rank {plan} --component'
     return replace(
         spec,
         name=f"{spec.name}-doctor",
@@ -241,7 +241,7 @@ def wrong_allocation(spec: JobSpec, environ: Mapping[str, str]) -> list[Finding]
 
 def library_of(script: str) -> str:
     """What the MPI library says that the ranks' Python loads, after the user's setup lines."""
-    heard = Heard(["bash", "-c", head_of(script) + '"$PYTHON" -m areal_hpc.doctor_rank --library'], COMMAND_S)
+    heard = Heard(["bash", "-c", head_of(script) + '"$PYTHON" -m areal_hpc.doctor.rank --library'], COMMAND_S)
     return next((str(mark["library"]) for mark in heard.marks if "library" in mark), "")
 
 

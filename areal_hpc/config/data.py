@@ -1,0 +1,54 @@
+"""What is learnt: the model, its prompts, how answers are judged."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from areal_hpc.config.types import Count, Seconds, Section, Text, Unit
+
+
+class ModelConfig(Section):
+    path: Text
+    """Directory of the model in Hugging Face layout (config, safetensors, tokenizer)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Parameter type on trainer and rollout ranks; log-softmax is float32 in any case."""
+
+
+class PrepareConfig(Section):
+    function: Text
+    """`package.module:function`, called once with the directory before any rank starts; makes model and data."""
+    directory: Text
+    """Where it writes; what is already complete there is used as it is."""
+
+
+class DataConfig(Section):
+    train: Text
+    """JSONL file of training prompts; each line an object with at least the prompt field."""
+    heldout: Text | None = None
+    """JSONL file of prompts for evaluation, never trained on."""
+    prompt_field: Text = "prompt"
+    """Key of the prompt text in a line."""
+    id_field: Text = "id"
+    """Key of the prompt's identity; a line without it is named by its line number."""
+    shuffle: bool = True
+    """Draw prompts in an order that depends on the seed and the epoch, instead of file order."""
+    epochs: Annotated[Count, Unit("passes over the file")] | None = None
+    """End of the run when the file has been read this often; null: repeat until the last step."""
+
+
+class RewardConfig(Section):
+    function: Text
+    """`package.module:function` or `/path/file.py:function` of (prompt, completion, metadata) -> reward."""
+    workers: Annotated[Count, Unit("processes per rollout rank")] = 1
+    """Processes in which answers are scored."""
+    timeout_s: Seconds = 10.0
+    """Longest time for one answer, counted from the start of its scoring."""
+
+
+class EvaluationConfig(Section):
+    samples: Annotated[Count, Unit("answers per prompt")] = 1
+    """Answers per held-out prompt; pass@1 is their mean."""
+    at_start: bool = True
+    """Evaluate the model before the first step."""
+    at_end: bool = True
+    """Evaluate the model after the last step."""

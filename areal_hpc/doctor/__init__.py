@@ -1,0 +1,1 @@
+"""`areal-hpc doctor`: would this allocation carry a run?"""

@@ -1,0 +1,1 @@
+"""`areal-hpc sweep`: many runs, submitted, watched and tabulated."""
