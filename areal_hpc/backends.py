@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 from areal_hpc.comm import World
 from areal_hpc.compute import RolloutCompute, TrainerCompute
@@ -18,6 +18,8 @@ from areal_hpc.preflight import expect, trainer_ranks
 
 if TYPE_CHECKING:
     from areal_hpc.process_group import ProcessGroups
+    from areal_hpc.workflows import Workflow
+    from areal_hpc.workflows.episodes import WorkflowCompute
 
 
 def trainer_compute(config: Config, world: World, welcome: Welcome) -> AbstractContextManager[TrainerCompute]:
@@ -77,11 +79,16 @@ def _rollout(config: Config, world: World, welcome: Welcome) -> Iterator[Rollout
     from areal_hpc.models import eos_ids, load_model, load_tokenizer, named_weights
     from areal_hpc.rewards import RewardService
     from areal_hpc.weights import WeightReceiver
+    from areal_hpc.workflows.episodes import load_workflow
 
     torch.set_num_threads(config.rollout.threads)
     groups = meet(config, world, welcome)
     settings, reward = config.rollout, config.reward
-    with RewardService(reward.function, num_workers=reward.workers, timeout_s=reward.timeout_s) as rewards:
+    with ExitStack() as stack:
+        workflow = load_workflow(config.workflow.function) if config.workflow.function else None
+        rewards = stack.enter_context(
+            RewardService(reward.function, num_workers=reward.workers, timeout_s=reward.timeout_s)
+        )
         tokenizer = load_tokenizer(config.model.path)
         model = load_model(config.model.path, dtype=config.model.dtype)
         weights = named_weights(model)
@@ -101,8 +108,25 @@ def _rollout(config: Config, world: World, welcome: Welcome) -> Iterator[Rollout
             engine=engine,
             receiver=WeightReceiver(groups, BucketPlan.of(weights, config.weights.bucket_bytes)),
             rewards=rewards,
+            workflow=_episodes(config, stack, workflow, tokenizer) if workflow else None,
         )
     groups.close()
+
+
+def _episodes(config: Config, stack: ExitStack, workflow: Workflow, tokenizer: Any) -> WorkflowCompute:
+    """What episodes need; tool processes end with `stack`."""
+    from areal_hpc.workflows.episode import Language
+    from areal_hpc.workflows.episodes import WorkflowCompute
+    from areal_hpc.workflows.tools import ToolPool
+
+    settings = config.workflow
+    language = Language(
+        more=lambda text: tokenizer(text, add_special_tokens=False).input_ids,
+        read=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
+        spell=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False)),
+    )
+    tools = stack.enter_context(ToolPool(settings.tool_workers, settings.tool_timeout_s))
+    return WorkflowCompute(workflow, language, tools, settings.timeout_s)
 
 
 def meet(config: Config, world: World, welcome: Welcome) -> ProcessGroups:

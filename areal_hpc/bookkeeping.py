@@ -16,6 +16,8 @@ from areal_hpc.staleness import lag
 
 UNSCORED = (Outcome.TIMEOUT, Outcome.ERROR)
 NOT_CONSUMED = -1
+PER_TURN = ("turn_reward", "turn_tokens")
+"""Arrays of GroupFinished that have an entry per turn, not per sample."""
 STATS = [*(column.name for column in LOSS_TERMS), "grad_norm", "lr"]
 
 
@@ -35,6 +37,10 @@ class GroupRecord:
         """[num_samples]: which samples have a reward; a time-out is not a wrong answer and is not trained on."""
         return ~np.isin(self.figures["outcome"], UNSCORED)
 
+    def usable_turns(self, name: str) -> NDArray[Any]:
+        """One of the arrays PER_TURN, without the turns of samples that have no reward."""
+        return self.figures[name][np.repeat(self.usable, self.figures["num_turns"])]
+
     @property
     def num_correct(self) -> int:
         return int((self.figures["outcome"] == Outcome.CORRECT).sum())
@@ -45,7 +51,9 @@ class BatchRecord:
     """A composed batch: its usable samples in order, and where each is trained.
 
     Attributes:
-        group_id, sample, num_prompt, num_response, reward, trainer: [n], one entry per usable sample.
+        group_id, sample, num_prompt, num_response, num_sampled, num_turns, reward, trainer: [n], one entry per usable
+            sample.
+        turn_reward, turn_tokens: [sum of num_turns], sample after sample.
     """
 
     step: int
@@ -56,6 +64,10 @@ class BatchRecord:
     sample: NDArray[np.int32]
     num_prompt: NDArray[np.int32]
     num_response: NDArray[np.int32]
+    num_sampled: NDArray[np.int32]
+    num_turns: NDArray[np.int32]
+    turn_reward: NDArray[np.float64]
+    turn_tokens: NDArray[np.int32]
     reward: NDArray[np.float64]
     trainer: NDArray[np.int32]
 
@@ -75,7 +87,11 @@ class BatchRecord:
         usable = [np.flatnonzero(g.usable) for g in groups]
         counts = [len(u) for u in usable]
         num_prompt = np.repeat([g.num_prompt for g in groups], counts).astype(np.int32)
-        num_response = np.concatenate([g.figures["num_response"][u] for g, u in zip(groups, usable, strict=True)])
+        num_response, num_turns, reward = (
+            np.concatenate([g.figures[name][u] for g, u in zip(groups, usable, strict=True)])
+            for name in ("num_response", "num_turns", "reward")
+        )
+        turn_reward, turn_tokens = (np.concatenate([g.usable_turns(name) for g in groups]) for name in PER_TURN)
         lengths = num_prompt + num_response
         layout = plan(
             lengths.tolist(),
@@ -97,14 +113,18 @@ class BatchRecord:
             np.concatenate(usable).astype(np.int32),
             num_prompt,
             num_response.astype(np.int32),
-            np.concatenate([g.figures["reward"][u] for g, u in zip(groups, usable, strict=True)]),
+            per_sample(turn_tokens, num_turns),
+            num_turns,
+            turn_reward,
+            turn_tokens,
+            reward,
             trainer,
         )
 
     def minibatch_tokens(self) -> list[int]:
-        """Response tokens of each minibatch over all trainer ranks."""
+        """Sampled tokens of each minibatch over all trainer ranks."""
         return [
-            int(sum(self.num_response[i] for rank in minibatch for micro in rank for i in micro))
+            int(sum(self.num_sampled[i] for rank in minibatch for micro in rank for i in micro))
             for minibatch in self.plan.micro_batches
         ]
 
@@ -132,6 +152,13 @@ class BatchRecord:
         return {name: np.concatenate([rows[name] for rows in parts]) for name in parts[0]}
 
 
+def per_sample(turn_tokens: NDArray[np.int32], num_turns: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Sums over the turns of each sample; one without a turn has 0."""
+    ends = np.cumsum(num_turns)
+    totals = np.concatenate([[0], np.cumsum(turn_tokens)])
+    return (totals[ends] - totals[ends - num_turns]).astype(np.int32)
+
+
 def group_rows(group: GroupRecord, fate: Fate) -> dict[str, NDArray]:
     """Rows of the trajectory table for a finished group, as if not consumed; `BatchRecord.rows` fills in the rest."""
     figures = group.figures
@@ -150,8 +177,9 @@ def group_rows(group: GroupRecord, fate: Fate) -> dict[str, NDArray]:
         "trainer_rank": NOT_CONSUMED,
     }
     return (
-        dict(figures)
+        {name: values for name, values in figures.items() if name not in PER_TURN}
         | {"sample": np.arange(n, dtype=np.int32)}
+        | {"num_sampled": per_sample(figures["turn_tokens"], figures["num_turns"])}
         | {name: np.full(n, value) for name, value in same.items()}
     )
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from areal_hpc.checkpoint import FileRecord
     from areal_hpc.engines.base import Engine
     from areal_hpc.rewards import RewardResult
+    from areal_hpc.workflows.episodes import WorkflowCompute
 
 Between = Callable[[], None]
 """Called again and again while a batch is being trained, so that messages move on."""
@@ -36,15 +37,17 @@ class Batch:
 
     Attributes:
         trajectories: [n], None for samples that other ranks hold.
-        advantages: float64 [n], one per sequence of the whole batch.
+        advantages: float64 [sum of turns], one per turn of every sequence of the whole batch.
         micro_batches: [minibatch] -> micro-batches of this rank, lists of indices into `trajectories`; may be empty.
-        minibatch_tokens: [minibatch] -> response tokens over all ranks, the denominator of the token mean.
+        minibatch_tokens: [minibatch] -> sampled tokens over all ranks, the denominator of the token mean.
+        first_turn: int64 [n], where the turns of each sequence begin in `advantages`; None: each is a single turn.
     """
 
     trajectories: Sequence[Trajectory | None]
     advantages: NDArray[np.float64]
     micro_batches: Sequence[Sequence[Sequence[int]]]
     minibatch_tokens: Sequence[int]
+    first_turn: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +167,7 @@ class RolloutCompute:
     Attributes:
         encode: text -> token ids.
         decode: token ids -> text as the reward function sees it.
+        workflow: what episodes of several turns need; None: an answer is a single turn.
     """
 
     encode: Callable[[str], Iterable[int]]
@@ -171,3 +175,4 @@ class RolloutCompute:
     engine: Engine
     receiver: Receiver
     rewards: Rewards
+    workflow: WorkflowCompute | None = None

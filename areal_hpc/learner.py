@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from areal_hpc.compute import Batch, StepResult
 from areal_hpc.config import TrainerConfig
 from areal_hpc.losses import LossConfig, LossStats, policy_loss
 from areal_hpc.models import packed_logprobs
+from areal_hpc.trajectory import Trajectory
 from areal_hpc.waiting import Stopwatch
 
 if TYPE_CHECKING:
@@ -43,13 +45,14 @@ class OneRank:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One micro-batch as the model takes it: sequences laid end to end, response tokens in the same order."""
+    """One micro-batch as the model takes it: sequences laid end to end, sampled tokens in the same order."""
 
     tokens: Tensor  # int64 [T]
     cu_seqlens: Tensor  # int32 [n + 1]
     prompt_lens: list[int]
-    behaviour: Tensor  # float32 [N] response tokens
+    behaviour: Tensor  # float32 [N] sampled tokens
     advantages: Tensor  # float32 [N]
+    kept: Tensor | None = None  # int64 [N], their places among all response tokens; None: they are all of them
 
 
 class Learner:
@@ -148,6 +151,7 @@ class Learner:
             temperature=self.temperature,
             prompt_lens=micro.prompt_lens,
             with_entropy=with_entropy,
+            kept=micro.kept,
         )
 
     def _accumulate(
@@ -266,11 +270,22 @@ def pack(batch: Batch, micro_batch: Sequence[int]) -> Packed | None:
             raise KeyError(f"sample {index} of the batch is planned for this rank but was not received")
         chosen.append(trajectory)
     lengths = np.cumsum([0] + [len(t.tokens) for t in chosen])
-    per_token = [np.full(t.num_response, batch.advantages[i]) for t, i in zip(chosen, micro_batch, strict=True)]
+    per_token = [_token_advantages(batch, i, t) for t, i in zip(chosen, micro_batch, strict=True)]
+    sampled = np.concatenate([t.sampled for t in chosen])
+    behaviour = np.concatenate([t.logprobs for t in chosen])[sampled]
     return Packed(
         tokens=torch.from_numpy(np.concatenate([t.tokens for t in chosen]).astype(np.int64)),
         cu_seqlens=torch.from_numpy(lengths.astype(np.int32)),
         prompt_lens=[t.num_prompt for t in chosen],
-        behaviour=torch.from_numpy(np.concatenate([t.logprobs for t in chosen]).astype(np.float32)),
+        behaviour=torch.from_numpy(behaviour.astype(np.float32)),
         advantages=torch.from_numpy(np.concatenate(per_token).astype(np.float32)),
+        kept=None if sampled.all() else torch.from_numpy(np.flatnonzero(sampled)),
     )
+
+
+def _token_advantages(batch: Batch, index: int, trajectory: Trajectory) -> NDArray[np.float64]:
+    """The advantage of its turn for each sampled token."""
+    first = index if batch.first_turn is None else int(batch.first_turn[index])
+    if trajectory.turns is None:
+        return np.full(trajectory.num_response, batch.advantages[first])
+    return batch.advantages[first + trajectory.turns[trajectory.sampled]]

@@ -47,10 +47,11 @@ class Outcome(Code):
 
 
 class Finish(Code):
-    """Why a response ended: its own end-of-sequence token, or the budget."""
+    """Why a response ended: its own end-of-sequence token, the budget, or a stop string of its workflow."""
 
     EOS = 0
     LENGTH = 1
+    STOP = 2
 
 
 class Fate(Code):
@@ -212,13 +213,15 @@ TRAJECTORIES = Table(
         Column("prompt_id", "S64", "text", "identity of the prompt in its data set"),
         Column("num_prompt", "i4", "tokens", "length of the prompt"),
         Column("num_response", "i4", "tokens", "length of the response, end-of-sequence token included"),
-        Column("reward", "f8", "1", "terminal reward; NaN where the outcome is timeout or error"),
-        Column("outcome", "u1", "code", "what the reward service found", Outcome.labels()),
+        Column("num_sampled", "i4", "tokens", "tokens of it that the policy sampled; the others came from a workflow"),
+        Column("num_turns", "i4", "turns", "turns of the episode; 1 without a workflow"),
+        Column("reward", "f8", "1", "reward, the sum over turns; NaN where the outcome is timeout or error"),
+        Column("outcome", "u1", "code", "what the reward service or the workflow found", Outcome.labels()),
         Column("finish", "u1", "code", "why the response ended", Finish.labels()),
         Column("fate", "u1", "code", "what became of the sample", Fate.labels()),
-        Column("first_version", "i4", "versions", "policy version of the first response token"),
-        Column("last_version", "i4", "versions", "policy version of the last response token"),
-        Column("mean_version", "f4", "versions", "mean policy version over response tokens"),
+        Column("first_version", "i4", "versions", "policy version of the first sampled token"),
+        Column("last_version", "i4", "versions", "policy version of the last sampled token"),
+        Column("mean_version", "f4", "versions", "mean policy version over sampled tokens"),
         Column("head_lag", "i4", "versions", "trainer version before the step minus first_version; -1 if not consumed"),
         Column("tail_lag", "i4", "versions", "trainer version before the step minus last_version; -1 if not consumed"),
         Column("admit_s", "f8", "s", "the controller admitted the group"),
@@ -371,6 +374,7 @@ RESPONSE_TOKENS = Table(
     (
         Column("logprob", "f4", "nats", "behaviour log-prob, natural logarithm"),
         Column("version", "i4", "versions", "policy version that sampled the token"),
+        Column("turn", "i2", "id", "turn of the episode that it belongs to; -1 for a token of the workflow"),
     ),
 )
 

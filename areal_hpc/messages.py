@@ -95,7 +95,8 @@ class GroupFinished(Message):
     """Rollout -> controller: all answers of a group are scored; the tokens stay here until told where to go.
 
     Arrays [num_samples], by sample index: reward (NaN where the outcome is timeout or error), outcome and finish
-    (codes of logschema), num_response [tokens], first/last/mean_version, interruptions, start_s, finish_s.
+    (codes of logschema), num_response [tokens], first/last/mean_version of sampled tokens, interruptions, start_s,
+    finish_s, num_turns; and [sum of num_turns], sample after sample: turn_reward, turn_tokens (sampled ones).
     """
 
     ARRAYS: ClassVar[Mapping[str, str]] = {
@@ -109,6 +110,9 @@ class GroupFinished(Message):
         "interruptions": "int32",
         "start_s": "float64",
         "finish_s": "float64",
+        "num_turns": "int32",
+        "turn_reward": "float64",
+        "turn_tokens": "int32",
     }
     group_id: int
     num_prompt: int
@@ -143,7 +147,8 @@ class DropGroups(Message):
 class Samples(Message):
     """Rollout -> trainer (and controller, when tokens are logged): trajectories of one step, concatenated.
 
-    Arrays: group_id, sample, num_prompt, num_response [n]; tokens [sum of P + R]; logprobs, versions [sum of R].
+    Arrays: group_id, sample, num_prompt, num_response [n]; tokens [sum of P + R]; logprobs, versions [sum of R]; turns
+    [sum of R], or empty where all are single turns.
     """
 
     ARRAYS: ClassVar[Mapping[str, str]] = {
@@ -154,6 +159,7 @@ class Samples(Message):
         "tokens": "int32",
         "logprobs": "float32",
         "versions": "int32",
+        "turns": "int16",
     }
     step: int
 
@@ -162,17 +168,19 @@ class Samples(Message):
 class TrainBatch(Message):
     """Controller -> trainer: one training batch.
 
-    Arrays [n] describe the samples of the WHOLE batch, of all trainer ranks: group_id, sample, reward, num_response.
+    Arrays describe the samples of the WHOLE batch, of all trainer ranks: group_id, sample, num_turns [n]; turn_reward
+    and turn_tokens (sampled ones) [sum of num_turns], sample after sample.
     `micro_batches[minibatch]` lists this rank's micro-batches as lists of indices into those arrays; their number is
-    the same on every rank. `minibatch_tokens[minibatch]` counts response tokens over all ranks: the denominator.
+    the same on every rank. `minibatch_tokens[minibatch]` counts sampled tokens over all ranks: the denominator.
     `save_to`: directory of a checkpoint; the first trainer writes its state into it after this step.
     """
 
     ARRAYS: ClassVar[Mapping[str, str]] = {
         "group_id": "int64",
         "sample": "int32",
-        "reward": "float64",
-        "num_response": "int32",
+        "num_turns": "int32",
+        "turn_reward": "float64",
+        "turn_tokens": "int32",
     }
     step: int
     micro_batches: list[list[list[int]]]

@@ -259,6 +259,7 @@ def packed_logprobs(
     prompt_lens: Sequence[int] | Tensor,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of all response tokens of several sequences laid end to end, in one forward without padding.
 
@@ -271,9 +272,10 @@ def packed_logprobs(
         cu_seqlens: int [n + 1], 0 first, T last: sequence s is tokens[cu_seqlens[s] : cu_seqlens[s + 1]].
         prompt_lens: [n], each at least 1 and at most the sequence's length.
         with_entropy: also return the entropy (nats, no gradient) of each distribution a response token came from.
+        kept: int64 [N], which of all R response tokens are wanted; None: all of them.
 
     Returns:
-        float32 [R] log-probs, sequence after sequence, and float32 [R] entropies or None.
+        float32 [R] (or [N]) log-probs, sequence after sequence, and float32 [R] entropies or None.
 
     Raises:
         ValueError: borders or prompt lengths contradict the tokens, or temperature is not positive.
@@ -290,7 +292,7 @@ def packed_logprobs(
     device = tokens.device
     positions = torch.cat([torch.arange(n) for n in lengths])
     responses = [torch.arange(s + p, s + n) for s, p, n in zip(borders[:-1], prompts, lengths, strict=True)]
-    targets = torch.cat(responses).to(device)
+    targets = (torch.cat(responses) if kept is None else torch.cat(responses)[kept.cpu()]).to(device)
     attend = PackedAttention(lengths, attention_kernel(model), device)
     hidden = hidden_states(model, tokens[None], positions.to(device)[None], attend)[0]
     score = partial(_score, model, temperature=temperature, with_entropy=with_entropy)

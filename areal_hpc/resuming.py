@@ -11,7 +11,9 @@ from areal_hpc.datasets import PromptSource
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.saver import STATE
 
-FIXED = ("seed", "data.train", "data.shuffle", "trainer.batch_size", "trainer.group_size", "reward.function")
+FIXED = ("seed", "data.train", "data.shuffle", "trainer.batch_size", "trainer.group_size", "reward.function") + (
+    "workflow.function",
+)
 """Settings that must be those of the checkpoint: the count of prompts, or what rewards mean, depends on them."""
 
 
@@ -60,7 +62,7 @@ def differences(saved: dict[str, Any], config: Config) -> list[str]:
     return [
         f"{name} was {_get(saved, name)}, is {_get(now, name)}"
         for name in FIXED
-        if _get(saved, name) != _get(now, name)
+        if _get(saved, name) not in ({}, _get(now, name))  # {}: a checkpoint from before there was this setting
     ]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 from numpy.typing import NDArray
@@ -40,11 +41,13 @@ from areal_hpc.messages import (
 )
 from areal_hpc.preflight import CONTROLLER, RunClock, unusable
 from areal_hpc.reporting import Reporter
+from areal_hpc.rewards import RewardResult
 from areal_hpc.rollout_state import Group, SavedGroup, snapshot
 from areal_hpc.seeds import sample_seed
 from areal_hpc.shipment import join
 from areal_hpc.trajectory import Key
 from areal_hpc.waiting import Backoff
+from areal_hpc.workflows.episodes import Episodes
 
 
 class Rollout:
@@ -58,6 +61,7 @@ class Rollout:
         self.compute = compute
         self.engine, self.receiver, self.rewards = compute.engine, compute.receiver, compute.rewards
         self.groups: dict[int, Group] = {}
+        self.episodes = Episodes(compute.workflow, self.engine, self.cancel) if compute.workflow else None
         self.saver = GroupSaver()
         self.versions_to_load: list[int] = []
         self.receiving = False
@@ -82,6 +86,7 @@ class Rollout:
             busy = self.handle_messages()
             busy |= self.take_weights()
             busy |= self.decode()
+            busy |= self.take_episodes()
             busy |= self.take_rewards()
             busy |= self.report_saved()
             self.grant_credits()
@@ -102,18 +107,35 @@ class Rollout:
         self.reporter.activity.switch("generate")
         fault("rollout.decode", self.world.rank)
         for done in self.engine.step():
-            self.score(done)
+            if self.episodes is None:
+                self.score(done)
+            else:
+                self.episodes.turned(done)
         self.report_swap(self.engine.take_swap())
         return bool(self.engine.num_running)
 
-    def score(self, done: Completion) -> None:
-        """Give a finished sample to the reward workers at once; decoding does not wait for them."""
+    def score(self, done: Completion, result: RewardResult | None = None) -> None:
+        """Give a finished sample to the reward workers at once, unless it is scored already; decoding does not wait
+        for them."""
         self.credits_to_grant += 1
         group = self.groups.get(done.key[0])
         if group is None:
             return
         group.completions[done.key[1]] = done
-        self.submit_reward(group.header, done)
+        if result is None:
+            self.submit_reward(group.header, done)
+
+    def take_episodes(self) -> bool:
+        """Episodes that have ended, scored by their workflow or to be scored."""
+        ends = self.episodes.poll() if self.episodes is not None else []
+        for end in ends:
+            group_id, sample = end.done.key
+            if (group := self.groups.get(group_id)) is not None:
+                group.journals[sample] = end.journal
+            self.score(end.done, end.result)
+            if group is not None and end.result is not None:
+                self.settle(group, end.result, "workflow")
+        return bool(ends)
 
     def submit_reward(self, header: AdmitGroup, done: Completion) -> None:
         self.rewards.submit(done.key, header.prompt, self.compute.decode(done.tokens), header.metadata)
@@ -125,16 +147,19 @@ class Rollout:
             self.reporter.event("reward_worker_replaced", f"{self.num_restarts_told} replaced so far on this rank")
         for result in results:
             group = self.groups.get(result.key[0])
-            if group is None:
-                continue
-            group.rewards[result.key[1]] = result
-            if result.outcome in ("timeout", "error"):
-                self.reporter.event(
-                    f"reward_{result.outcome}", f"group {result.key[0]} sample {result.key[1]}: {result.detail}"
-                )
-            if group.is_complete:
-                self.announce(group)
+            if group is not None:
+                self.settle(group, result, "reward")
         return bool(results)
+
+    def settle(self, group: Group, result: RewardResult, by: str) -> None:
+        """Note what became of a sample, from the reward function or its workflow; the last one completes its group."""
+        group.rewards[result.key[1]] = result
+        if result.outcome in ("timeout", "error"):
+            self.reporter.event(
+                f"{by}_{result.outcome}", f"group {result.key[0]} sample {result.key[1]}: {result.detail}"
+            )
+        if group.is_complete:
+            self.announce(group)
 
     def announce(self, group: Group) -> None:
         header = group.header
@@ -208,7 +233,7 @@ class Rollout:
                 raise unusable(self.world, self.config, received)
 
     def admit(self, header: AdmitGroup) -> None:
-        self.take_up(SavedGroup(header, {}, {}, {}))
+        self.take_up(SavedGroup(header, {}, {}, {}, {}))
 
     def take_up(self, saved: SavedGroup) -> None:
         """Begin with a group, or go on with it where an earlier attempt was; what is finished takes no place."""
@@ -220,11 +245,17 @@ class Rollout:
             self.world.post(CONTROLLER, GroupRefused(header.group_id, reason, header.purpose))
             self.credits_to_grant += header.num_samples
             return
-        group = Group(header, prompt, dict(saved.completions), dict(saved.rewards))
+        journals = {sample: saved.journals[sample] for sample in saved.completions if sample in saved.journals}
+        group = Group(header, prompt, dict(saved.completions), dict(saved.rewards), journals)
         self.groups[header.group_id] = group
         self.credits_to_grant += len(group.completions)
         unfinished = [sample for sample in range(header.num_samples) if sample not in group.completions]
-        self.engine.submit([self.request(group, sample, saved.begun.get(sample, NOT_BEGUN)) for sample in unfinished])
+        requests = [self.request(group, sample, saved.begun.get(sample, NOT_BEGUN)) for sample in unfinished]
+        if self.episodes is None:
+            self.engine.submit(requests)
+        else:
+            for sample, request in zip(unfinished, requests, strict=True):
+                self.episodes.begin(header, request, saved.journals.get(sample))
         for sample, done in group.completions.items():
             if sample not in group.rewards:
                 self.submit_reward(header, done)
@@ -255,9 +286,14 @@ class Rollout:
 
     def drop(self, group_ids: list[int]) -> None:
         keys = [(group_id, sample) for group_id in group_ids for sample in range(self.config.trainer.group_size)]
-        self.credits_to_grant += self.engine.cancel(keys)
-        self.report_swap(self.engine.take_swap())
+        self.credits_to_grant += self.cancel(keys) if self.episodes is None else self.episodes.drop(keys)
         self.forget(group_ids)
+
+    def cancel(self, keys: Iterable[Key]) -> int:
+        """Forget samples in the engine, which may then be free to swap; returns how many there were."""
+        num_cancelled = self.engine.cancel(keys)
+        self.report_swap(self.engine.take_swap())
+        return num_cancelled
 
     def forget(self, group_ids: list[int]) -> None:
         for group_id in group_ids:
@@ -267,7 +303,9 @@ class Rollout:
     def save(self, step: int, path: Path) -> None:
         """Note the state of all groups between two tokens; a thread writes it."""
         begin_s = time.monotonic()
-        groups = snapshot(self.groups.values(), self.engine.partials())
+        partials = self.engine.partials()
+        of_samples = self.episodes.snapshot(partials) if self.episodes is not None else (partials,)
+        groups = snapshot(self.groups.values(), *of_samples)
         self.saver.save(step, path, groups, time.monotonic() - begin_s)
 
     def report_saved(self) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,7 +26,8 @@ from areal_hpc.logschema import Finish, Outcome
 from areal_hpc.messages import AdmitGroup
 from areal_hpc.preflight import RunClock
 from areal_hpc.rewards import RewardResult
-from areal_hpc.trajectory import Key, Trajectory
+from areal_hpc.trajectory import ENVIRONMENT, Key, Trajectory
+from areal_hpc.workflows.journal import Journal, turns_of
 
 PER_GROUP = {"group_id": "int64", "header_bytes": "int64"}
 PER_SAMPLE = {
@@ -41,6 +42,8 @@ PER_SAMPLE = {
     "reward_s": "float64",
     "detail_bytes": "int64",
 }
+EPISODES = {"journal_bytes": "int64", "journal": "uint8"}
+"""Only where a workflow writes the samples: per sample, the length of its part of `journal`, a Journal as msgpack."""
 ARRAYS = {
     **PER_GROUP,
     **PER_SAMPLE,
@@ -58,6 +61,7 @@ RewardResult; finish counts in state FINISHED, reward, outcome, reward_s and its
 """
 
 WAITING, PARTIAL, FINISHED = range(3)
+Value = TypeVar("Value")
 
 
 class BadGroups(ValueError):
@@ -72,6 +76,8 @@ class Group:
     prompt: tuple[int, ...]
     completions: dict[int, Completion] = field(default_factory=dict)
     rewards: dict[int, RewardResult] = field(default_factory=dict)
+    journals: dict[int, Journal] = field(default_factory=dict)
+    """Of finished episodes; empty without a workflow."""
 
     @property
     def is_complete(self) -> bool:
@@ -80,21 +86,49 @@ class Group:
     def trajectory(self, sample: int) -> Trajectory:
         done = self.completions[sample]
         tokens = np.concatenate([np.asarray(self.prompt, np.int32), done.tokens])
-        return Trajectory(self.header.group_id, sample, tokens, len(self.prompt), done.logprobs, done.versions)
+        arrays = (tokens, len(self.prompt), done.logprobs, done.versions, self.turns(sample))
+        return Trajectory(self.header.group_id, sample, *arrays)
+
+    def turns(self, sample: int) -> NDArray[np.int16] | None:
+        """[response tokens] as in Trajectory; None without a workflow."""
+        journal = self.journals.get(sample)
+        return None if journal is None else turns_of(journal.entries)
+
+    def sampled_versions(self, sample: int) -> NDArray[np.int32]:
+        """Of what the policy has written; of a failed episode without any such token, that of its admission."""
+        versions, turns = self.completions[sample].versions, self.turns(sample)
+        if turns is not None:
+            versions = versions[turns != ENVIRONMENT]
+        return versions if len(versions) else np.array([self.header.min_version], np.int32)
+
+    def turn_figures(self) -> dict[str, NDArray]:
+        """Number of turns of each sample; reward and sampled tokens of each turn."""
+        rewards: list[list[float]] = []
+        tokens: list[list[int]] = []
+        for sample in range(self.header.num_samples):
+            journal, reward = self.journals.get(sample), self.rewards[sample].reward
+            rewards.append([reward] if journal is None else journal.turn_rewards(reward))
+            tokens.append([len(self.completions[sample].tokens)] if journal is None else journal.turn_tokens)
+        return {
+            "num_turns": np.array([len(turns) for turns in tokens], np.int32),
+            "turn_reward": np.array(sum(rewards, []), np.float64),
+            "turn_tokens": np.array(sum(tokens, []), np.int32),
+        }
 
     def figures(self, clock: RunClock) -> dict[str, NDArray]:
         """The arrays of GroupFinished, by sample index."""
         order = range(self.header.num_samples)
         done = [self.completions[s] for s in order]
         scored = [self.rewards[s] for s in order]
-        return {
+        versions = [self.sampled_versions(s) for s in order]
+        return self.turn_figures() | {
             "reward": np.array([r.reward for r in scored], np.float64),
             "outcome": np.array([Outcome.of(r.outcome) for r in scored], np.uint8),
             "finish": np.array([Finish.of(c.finish) for c in done], np.uint8),
             "num_response": np.array([len(c.tokens) for c in done], np.int32),
-            "first_version": np.array([c.versions[0] for c in done], np.int32),
-            "last_version": np.array([c.versions[-1] for c in done], np.int32),
-            "mean_version": np.array([c.versions.mean() for c in done], np.float32),
+            "first_version": np.array([v[0] for v in versions], np.int32),
+            "last_version": np.array([v[-1] for v in versions], np.int32),
+            "mean_version": np.array([v.mean() for v in versions], np.float32),
             "interruptions": np.array([c.interruptions for c in done], np.int32),
             "start_s": np.array([clock.at(c.started_s) for c in done], np.float64),
             "finish_s": np.array([clock.at(c.finished_s) for c in done], np.float64),
@@ -103,12 +137,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class SavedGroup:
-    """A group at one moment; samples in neither `completions` nor `begun` have not begun."""
+    """A group at one moment; samples in neither `completions` nor `begun` have not begun. `journals`: of episodes."""
 
     header: AdmitGroup
     completions: Mapping[int, Completion]
     rewards: Mapping[int, RewardResult]
     begun: Mapping[int, Begun]
+    journals: Mapping[int, Journal] = field(default_factory=dict)
 
     @property
     def num_partial_tokens(self) -> int:
@@ -122,18 +157,22 @@ class SavedGroup:
         return self.begun.get(sample, NOT_BEGUN) if done is None else done.begun
 
 
-def snapshot(groups: Iterable[Group], partials: Mapping[Key, Begun]) -> list[SavedGroup]:
+def snapshot(
+    groups: Iterable[Group], partials: Mapping[Key, Begun], journals: Mapping[Key, Journal] | None = None
+) -> list[SavedGroup]:
     """All groups that are for training, as they are now: later tokens and rewards do not show in it."""
+
+    def of(group: Group, values: Mapping[Key, Value]) -> dict[int, Value]:
+        keys = [(group.header.group_id, sample) for sample in range(group.header.num_samples)]
+        return {key[1]: values[key] for key in keys if key in values}
+
     return [
         SavedGroup(
             group.header,
             dict(group.completions),
             dict(group.rewards),
-            {
-                sample: partials[group.header.group_id, sample]
-                for sample in range(group.header.num_samples)
-                if (group.header.group_id, sample) in partials
-            },
+            of(group, partials),
+            of(group, journals or {}) | group.journals,
         )
         for group in groups
         if group.header.purpose == "train"
@@ -142,7 +181,7 @@ def snapshot(groups: Iterable[Group], partials: Mapping[Key, Begun]) -> list[Sav
 
 # ------------------------------------------------------------------------------------------------ arrays and back
 def pack_groups(groups: Sequence[SavedGroup]) -> dict[str, NDArray[Any]]:
-    """Everything about these groups as the arrays of `ARRAYS`."""
+    """Everything about these groups as the arrays of `ARRAYS`, and of `EPISODES` if there are any."""
     samples = [(group, sample) for group in groups for sample in range(group.header.num_samples)]
     so_far = [group.so_far(sample) for group, sample in samples]
     rewards = [group.rewards.get(sample) for group, sample in samples]
@@ -171,7 +210,16 @@ def pack_groups(groups: Sequence[SavedGroup]) -> dict[str, NDArray[Any]]:
             name: np.concatenate([np.zeros(0, ARRAYS[name]), *(getattr(begun, name) for begun in so_far)])
             for name in ("tokens", "logprobs", "versions")
         },
+        **_pack_journals([group.journals.get(sample) for group, sample in samples]),
     }
+
+
+def _pack_journals(journals: Sequence[Journal | None]) -> dict[str, NDArray[Any]]:
+    if not any(journals):
+        return {}
+    texts = [b"" if journal is None else msgspec.msgpack.encode(journal) for journal in journals]
+    lengths = np.array([len(text) for text in texts], EPISODES["journal_bytes"])
+    return {"journal_bytes": lengths, "journal": np.frombuffer(b"".join(texts), np.uint8)}
 
 
 def unpack_groups(arrays: Mapping[str, NDArray[Any]], only: Collection[int] | None = None) -> list[SavedGroup]:
@@ -194,7 +242,7 @@ def unpack_groups(arrays: Mapping[str, NDArray[Any]], only: Collection[int] | No
 
 def _headers(arrays: Mapping[str, NDArray[Any]]) -> list[AdmitGroup]:
     found = {name: str(array.dtype) for name, array in arrays.items()}
-    if found != ARRAYS or any(array.ndim != 1 for array in arrays.values()):
+    if found not in (ARRAYS, ARRAYS | EPISODES) or any(array.ndim != 1 for array in arrays.values()):
         raise BadGroups(f"not the arrays of saved groups: {found}")
     _same("header", len(arrays["header"]), int(arrays["header_bytes"].sum()))
     _same("groups", len(arrays["group_id"]), len(arrays["header_bytes"]))
@@ -214,6 +262,9 @@ def _check_lengths(arrays: Mapping[str, NDArray[Any]], num_samples: int) -> None
     for name in ("tokens", "logprobs", "versions"):
         _same(name, len(arrays[name]), int(arrays["num_tokens"].sum()))
     _same("detail", len(arrays["detail"]), int(arrays["detail_bytes"].sum()))
+    if "journal" in arrays:
+        _same("journal_bytes", len(arrays["journal_bytes"]), num_samples)
+        _same("journal", len(arrays["journal"]), int(arrays["journal_bytes"].sum()))
     for name, limit in (("state", 3), ("finish", len(Finish)), ("outcome", len(Outcome))):
         if (arrays[name] >= limit).any():
             raise BadGroups(f"{name} has codes of {limit} or more")
@@ -231,6 +282,7 @@ class _Reader:
         self.arrays, self.now_s = arrays, now_s
         self.token_ends = np.cumsum(arrays["num_tokens"]).tolist()
         self.detail_ends = np.cumsum(arrays["detail_bytes"]).tolist()
+        self.journal_ends = np.cumsum(arrays.get("journal_bytes", [])).tolist()
 
     def group(self, header: AdmitGroup, first: int) -> SavedGroup:
         states = self.arrays["state"][first : first + header.num_samples].tolist()
@@ -245,7 +297,20 @@ class _Reader:
             {sample: self.completion((header.group_id, sample), first + sample) for sample in by_state[FINISHED]},
             {sample: self.reward((header.group_id, sample), first + sample) for sample in scored},
             {sample: self.begun(first + sample) for sample in by_state[PARTIAL]},
+            self.journals(header, first),
         )
+
+    def journals(self, header: AdmitGroup, first: int) -> dict[int, Journal]:
+        journals = {}
+        for sample in range(header.num_samples if self.journal_ends else 0):
+            end, size = self.journal_ends[first + sample], int(self.arrays["journal_bytes"][first + sample])
+            if size:
+                text = self.arrays["journal"][end - size : end].tobytes()
+                try:
+                    journals[sample] = msgspec.msgpack.decode(text, type=Journal)
+                except msgspec.MsgspecError as error:
+                    raise BadGroups(f"a journal of group {header.group_id} cannot be read: {error}") from None
+        return journals
 
     def begun(self, i: int) -> Begun:
         arrays, end = self.arrays, self.token_ends[i]

@@ -118,7 +118,8 @@ class RunLog:
         return self._table("events")
 
     def tokens(self, group_id: int, sample: int) -> dict[str, NDArray[Any]]:
-        """Tokens of one trajectory: tokens int32 [P + R], logprobs float32 [R], versions int32 [R], num_prompt int.
+        """Tokens of one trajectory: tokens int32 [P + R], logprobs float32 [R], versions int32 [R], num_prompt int,
+        and turns int16 [R], -1 for what a workflow put in (not in logs from before there were any).
 
         Raises:
             KeyError: no tokens of this sample in the log.
@@ -136,7 +137,9 @@ class RunLog:
         start, num_tokens = row["sequence_start"], row["num_prompt"] + row["num_response"]
         arrays: dict[str, Any] = {"num_prompt": row["num_prompt"]}
         arrays["tokens"] = self._slice("sequence_tokens", "token", start, num_tokens)
-        for name in ("logprob", "version"):
+        for name in ("logprob", "version", "turn"):
+            if name == "turn" and name not in self._file["response_tokens"]:
+                continue
             arrays[f"{name}s"] = self._slice("response_tokens", name, row["response_start"], row["num_response"])
         return arrays
 

@@ -149,7 +149,14 @@ class RunLogWriter:
         logprobs, versions = ([getattr(t, name) for t in trajectories] for name in ("logprobs", "versions"))
         if sum(map(len, logprobs)) != num_response.sum():
             raise ValueError("tokens: log-probs and response tokens differ in number; see Trajectory.validate")
-        responses.add({"logprob": np.concatenate(logprobs), "version": np.concatenate(versions)})
+        turns = [np.zeros(t.num_response, np.int16) if t.turns is None else t.turns for t in trajectories]
+        responses.add(
+            {
+                "logprob": np.concatenate(logprobs),
+                "version": np.concatenate(versions),
+                "turn": np.concatenate(turns),
+            }
+        )
         sequences.add({"token": np.concatenate([t.tokens for t in trajectories])})
         self._tables["token_index"].add(index)
 

@@ -20,6 +20,7 @@ def join(trajectories: Sequence[Trajectory]) -> dict[str, NDArray]:
         "tokens": _concatenate([t.tokens for t in trajectories], np.int32),
         "logprobs": _concatenate([t.logprobs for t in trajectories], np.float32),
         "versions": _concatenate([t.versions for t in trajectories], np.int32),
+        "turns": _turns(trajectories),
     }
 
 
@@ -34,11 +35,14 @@ def split(arrays: Mapping[str, NDArray]) -> list[Trajectory]:
     total = int(prompts.sum() + responses.sum())
     if len(set(counts.values())) != 1 or (prompts < 1).any() or (responses < 1).any():
         raise BadTrajectory(f"samples disagree about their number or have no tokens: {counts}")
-    if len(arrays["tokens"]) != total or not len(arrays["logprobs"]) == len(arrays["versions"]) == int(responses.sum()):
+    num_turns = len(arrays["turns"]) or int(responses.sum())
+    if len(arrays["tokens"]) != total or not (
+        len(arrays["logprobs"]) == len(arrays["versions"]) == num_turns == int(responses.sum())
+    ):
         raise BadTrajectory(
             f"lengths add up to {total} tokens with {int(responses.sum())} responses, "
-            f"got {len(arrays['tokens'])} tokens, {len(arrays['logprobs'])} log-probs "
-            f"and {len(arrays['versions'])} versions"
+            f"got {len(arrays['tokens'])} tokens, {len(arrays['logprobs'])} log-probs, "
+            f"{len(arrays['versions'])} versions and {len(arrays['turns'])} turns"
         )
     out = []
     sequence, response = 0, 0
@@ -51,11 +55,20 @@ def split(arrays: Mapping[str, NDArray]) -> list[Trajectory]:
             p,
             arrays["logprobs"][response : response + r],
             arrays["versions"][response : response + r],
+            arrays["turns"][response : response + r] if len(arrays["turns"]) else None,
         )
         trajectory.validate()
         out.append(trajectory)
         sequence, response = sequence + p + r, response + r
     return out
+
+
+def _turns(trajectories: Sequence[Trajectory]) -> NDArray[np.int16]:
+    """Empty if all of them are single turns."""
+    if all(t.turns is None for t in trajectories):
+        return np.zeros(0, np.int16)
+    parts = [np.zeros(t.num_response, np.int16) if t.turns is None else t.turns for t in trajectories]
+    return _concatenate(parts, np.int16)
 
 
 def _concatenate(parts: Sequence[NDArray], dtype: type) -> NDArray:

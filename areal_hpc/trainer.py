@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_hpc.advantages import advantages
+from areal_hpc.advantages import advantages, discounted_returns
 from areal_hpc.checkpoint import FileRecord
 from areal_hpc.comm import Received, World
 from areal_hpc.compute import Batch, StepResult, TrainerCompute
@@ -176,15 +176,18 @@ class Trainer:
         if fault("trainer.batch", self.world.rank) == "nan":
             next(t for t in trajectories if t is not None).logprobs[0] = np.nan
         settings = self.config.trainer.advantage
+        table, header, num_turns = batch.table, batch.header, batch.table["num_turns"]
         values = advantages(
-            batch.table["reward"],
-            batch.table["group_id"],
-            batch.table["num_response"],
+            discounted_returns(table["turn_reward"], num_turns, self.config.workflow.discount),
+            np.repeat(table["group_id"], num_turns),
+            table["turn_tokens"],
+            np.repeat(1.0 / num_turns, num_turns),
             group_norm=settings.group_norm,
             batch_norm=settings.batch_norm,
         )
+        first_turn = np.cumsum(num_turns) - num_turns
         return self.learner.train(
-            Batch(trajectories, values, batch.header.micro_batches, batch.header.minibatch_tokens)
+            Batch(trajectories, values, header.micro_batches, header.minibatch_tokens, first_turn)
         )
 
     # ------------------------------------------------------------------------------------------ weights, files

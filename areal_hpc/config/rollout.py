@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from areal_hpc.config.types import Count, Fraction, Number, Ranks, Section, Tokens, Unit, Whole
+from areal_hpc.config.types import Count, Fraction, Number, Ranks, Seconds, Section, Text, Tokens, Unit, Whole
 
 
 class RolloutConfig(Section):
@@ -29,6 +29,20 @@ class RolloutConfig(Section):
     """Most tokens in one prefill pass."""
     threads: Annotated[Count, Unit("CPU threads")] = 1
     """Threads of one rollout rank for its model."""
+
+
+class WorkflowConfig(Section):
+    function: Text | None = None
+    """`package.module:function` or `/path/file.py:function`, an async function of (prompt, engine): episodes of several
+    turns; null: one turn per answer."""
+    discount: Fraction = 1.0
+    """Discount of rewards of later turns; 1: every turn answers in full for all that follows."""
+    tool_workers: Annotated[Count, Unit("processes per rollout rank")] = 1
+    """Processes in which what a workflow runs is run."""
+    tool_timeout_s: Seconds = 30.0
+    """Longest time for one such run, counted from its start."""
+    timeout_s: Seconds = 3600.0
+    """Longest time for one episode, decoding included."""
 
 
 class StalenessConfig(Section):

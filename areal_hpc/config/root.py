@@ -15,7 +15,7 @@ from pydantic import Field
 
 from areal_hpc.config.data import DataConfig, EvaluationConfig, ModelConfig, PrepareConfig, RewardConfig
 from areal_hpc.config.job import SlurmConfig
-from areal_hpc.config.rollout import FilterConfig, RolloutConfig, StalenessConfig
+from areal_hpc.config.rollout import FilterConfig, RolloutConfig, StalenessConfig, WorkflowConfig
 from areal_hpc.config.running import CheckpointConfig, DeadlinesConfig, LogConfig, WeightsConfig
 from areal_hpc.config.simulation import SimulationConfig
 from areal_hpc.config.trainer import TrainerConfig
@@ -45,6 +45,8 @@ class Config(Section):
     """How answers are scored."""
     rollout: RolloutConfig = RolloutConfig()
     """Generation."""
+    workflow: WorkflowConfig = WorkflowConfig()
+    """Episodes of several turns with tools."""
     trainer: TrainerConfig = TrainerConfig()
     """Learning."""
     staleness: StalenessConfig = StalenessConfig()

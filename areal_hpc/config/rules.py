@@ -163,6 +163,18 @@ def simulation_is_meant(c: Config) -> Iterator[Problem]:
         yield Problem("reward.function", f"{c.reward.function} scores nothing", "name the function of your task")
 
 
+@rule("workflow", "rollout.engine")
+def workflow_has_text(c: Config) -> Iterator[Problem]:
+    if c.workflow.function is not None and c.is_simulated:
+        yield Problem(
+            "workflow.function",
+            "cannot be used with rollout.engine = simulated: a timed model writes no text to work with",
+            "delete workflow.function, or choose another engine",
+        )
+    if c.workflow.function is None and c.workflow.model_fields_set - {"function"}:
+        yield Problem("workflow", "has no effect without workflow.function", fatal=False)
+
+
 # -------------------------------------------------------------------------------------------------------- files
 @rule("run_dir", files=True)
 def run_dir_can_be_made(c: Config) -> Iterator[Problem]:
@@ -279,6 +291,12 @@ def _count_lines(path: Path, at_most: int | None = None) -> int:
 @rule("reward.function", files=True)
 def reward_function_exists(c: Config) -> Iterator[Problem]:
     yield from _check_function("reward.function", c.reward.function)
+
+
+@rule("workflow.function", files=True)
+def workflow_function_exists(c: Config) -> Iterator[Problem]:
+    if c.workflow.function is not None:
+        yield from _check_function("workflow.function", c.workflow.function)
 
 
 @rule("prepare.function", files=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -14,7 +14,7 @@ from areal_hpc.trajectory import Key
 if TYPE_CHECKING:
     from torch import Tensor
 
-Finish = Literal["eos", "length"]
+Finish = Literal["eos", "length", "stop"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +57,9 @@ class Request:
         begun: tokens that it has already. They count towards max_new_tokens, come first in its completion as they are,
             and use up the first numbers of its random stream. Going on with a newer version than that of the last
             one counts as an interruption.
+        given: how many of these are from before this request was first made (earlier turns of an episode): they do not
+            end it, whatever they are.
+        stop: told the response so far, int32 [k], after each token: whether the sample ends here.
     """
 
     key: Key
@@ -65,6 +68,8 @@ class Request:
     seed: int
     min_version: int = 0
     begun: Begun = NOT_BEGUN
+    given: int = 0
+    stop: Callable[[NDArray[np.int32]], bool] | None = None
 
     @property
     def earliest_version(self) -> int:
@@ -93,7 +98,7 @@ class Completion:
         tokens: int32 [R], response with its end-of-sequence token if it ended by itself.
         logprobs: float32 [R], log-prob of each token under the version that sampled it.
         versions: int32 [R], that version.
-        finish: "eos", or "length" when the budget ran out.
+        finish: "eos", "length" when the budget ran out, or "stop" where the request's `stop` said so.
         interruptions: weight updates this sample lived through.
         started_s: time.monotonic() at its first prefill; for a sample that had begun before, as much earlier than it
             went on as it had spent already (which may be before this attempt).

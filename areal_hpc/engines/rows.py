@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_hpc.engines.base import Begun, Completion, Request
+from areal_hpc.engines.base import Begun, Completion, Finish, Request
 from areal_hpc.sampling import uniforms
 
 UNIFORM_BLOCK = 64
@@ -80,14 +80,22 @@ class Rows:
         self.tokens[at], self.logprobs[at], self.versions[at] = tokens, logprobs, version
         self.length[:n] += 1
 
-    def completion(self, row: int, ended: bool, now: float) -> Completion:
+    def stopped(self) -> NDArray[np.bool_]:
+        """[n]: whether the newest token of a row ends it by its request's own rule."""
+        stop = np.zeros(len(self), np.bool_)
+        for row, run in enumerate(self.running):
+            if run.request.stop is not None:
+                stop[row] = run.request.stop(self.tokens[row, self.prompt[row] : self.length[row]])
+        return stop
+
+    def completion(self, row: int, finish: Finish, now: float) -> Completion:
         run, response = self.running[row], slice(self.prompt[row], self.length[row])
         return Completion(
             key=run.request.key,
             tokens=self.tokens[row, response].copy(),
             logprobs=self.logprobs[row, response].copy(),
             versions=self.versions[row, response].copy(),
-            finish="eos" if ended else "length",
+            finish=finish,
             interruptions=run.interruptions,
             started_s=run.started_s,
             finished_s=now,

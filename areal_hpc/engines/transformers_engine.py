@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_hpc import models
-from areal_hpc.engines.base import Begun, Completion, Request, Swap
+from areal_hpc.engines.base import Begun, Completion, Finish, Request, Swap
 from areal_hpc.engines.kv_cache import MIN_ROWS, KVCache, StepAttention
 from areal_hpc.engines.rows import Rows, Running
 from areal_hpc.sampling import sample
@@ -100,9 +100,8 @@ class TransformersEngine:
             new.add(request.key)
         self._keys |= new
         for request in requests:
-            ended = bool(np.isin(request.begun.tokens[-1:], self._eos).any())
-            if ended or len(request.begun.tokens) >= request.max_new_tokens:
-                self._done.append(request.ended("eos" if ended else "length", time.monotonic()))
+            if finish := self._finished(request):
+                self._done.append(request.ended(finish, time.monotonic()))
             else:
                 self._waiting.append(request)
 
@@ -192,6 +191,15 @@ class TransformersEngine:
         if len(begun.tokens) and not 0 <= begun.tokens.min() <= begun.tokens.max() < vocab:
             raise ValueError(f"{where}: its beginning has token ids outside 0 .. {vocab - 1}")
 
+    def _finished(self, request: Request) -> Finish | None:
+        """Why there is nothing to do for a request: its beginning is all of it."""
+        begun = request.begun.tokens
+        if np.isin(begun[request.given :][-1:], self._eos).any():
+            return "eos"
+        if request.stop is not None and len(begun) > request.given and request.stop(begun):
+            return "stop"
+        return "length" if len(begun) >= request.max_new_tokens else None
+
     def _start_waiting(self) -> tuple[list[int], list[tuple[int, int]]]:
         """Give free rows to waiting samples. Returns the rows to prefill and (source, target) rows to copy.
 
@@ -252,10 +260,12 @@ class TransformersEngine:
 
     def _collect(self, ended: NDArray[np.bool_]) -> list[Completion]:
         """Take finished samples out, oldest first."""
-        rows, now = self._rows, time.monotonic()
-        finished = np.flatnonzero(ended | (rows.length[: len(rows)] >= rows.limit[: len(rows)])).tolist()
+        rows, now, stopped = self._rows, time.monotonic(), self._rows.stopped()
+        finished = np.flatnonzero(ended | stopped | (rows.length[: len(rows)] >= rows.limit[: len(rows)])).tolist()
         finished.sort(key=lambda row: rows.running[row].serial)
-        completions = [rows.completion(row, bool(ended[row]), now) for row in finished]
+        completions = [
+            rows.completion(row, "eos" if ended[row] else "stop" if stopped[row] else "length", now) for row in finished
+        ]
         self._free(finished)
         self._keys.difference_update(completion.key for completion in completions)
         return completions

@@ -19,7 +19,7 @@ FLOORS = [
     """comm mpi_start warm_blocks process_group weights runlog runlog_writer datasets reward_worker rewards rundir
     engines
     checkpoint checkpoint_files ownership attempts preflight reporting rollout_state group_files bookkeeping
-    evaluation progress simulation backends hetjob desk saver resuming""",
+    evaluation progress simulation backends hetjob desk saver resuming workflows""",
     "controller trainer rollout",
     "rank attempt launch liveview check submission sweep cli demo bench doctor",
 ]
@@ -37,7 +37,7 @@ ROOMS = {
 }
 NO_TORCH = f"""{FLOORS[0]} packing advantages controller_state comm runlog runlog_writer datasets reward_worker rewards
     bookkeeping evaluation progress controller preflight reporting rollout_state group_files trainer rollout rank
-    backends simulation sweep checkpoint checkpoint_files ownership attempts""".split()
+    backends simulation sweep checkpoint checkpoint_files ownership attempts workflows""".split()
 FLOOR_OF = {name: number for number, line in enumerate(FLOORS) for name in line.split()}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
