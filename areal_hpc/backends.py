@@ -123,7 +123,6 @@ def _episodes(config: Config, stack: ExitStack, workflow: Workflow, tokenizer: A
     language = Language(
         more=lambda text: tokenizer(text, add_special_tokens=False).input_ids,
         read=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
-        spell=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False)),
     )
     tools = stack.enter_context(ToolPool(settings.tool_workers, settings.tool_timeout_s))
     return WorkflowCompute(workflow, language, tools, settings.timeout_s)

@@ -66,27 +66,29 @@ def reference_losses(config: dict) -> list[dict[str, float]]:
             values = np.array([g[3] for g in group])
             centred = values - values.mean()
             advantages = centred / (values.std() + 1e-5) if values.std() > 0 else centred
-            samples += [(*g, a) for g, a in zip(group, advantages, strict=True)]
+            samples += [(*g, [a] * len(g[1]), [True] * len(g[1])) for g, a in zip(group, advantages, strict=True)]
             group_id += 1
         history.append(_step(model, optimizer, samples, trainer["minibatches"], config["seed"] * 1_000_003 + step))
     return history
 
 
 def _step(model, optimizer, samples, minibatches: int, seed: int) -> dict[str, float]:
+    """Samples are (prompt, response, behaviour, reward, advantage of each token, whether each token was sampled)."""
     with torch.no_grad():
         proximal = [token_logprobs(model, p, r) for p, r, *_ in samples]
     order = np.random.default_rng(seed).permutation(len(samples))
     total, tokens, norms = 0.0, 0, []
     for part in np.array_split(order, minibatches):
-        count = sum(len(samples[i][1]) for i in part)
+        count = sum(sum(samples[i][5]) for i in part)
         optimizer.zero_grad()
         for i in part:
-            prompt, response, behaviour, _, advantage = samples[i]
+            prompt, response, behaviour, _, advantages, sampled = samples[i]
+            advantage = torch.tensor(advantages, dtype=torch.float32)
             current = token_logprobs(model, prompt, response)
             u = torch.exp(current - proximal[i])
             w = torch.exp(proximal[i] - torch.tensor(behaviour))
             term = w * torch.minimum(u * advantage, u.clamp(1 - CLIP, 1 + CLIP) * advantage)
-            loss = -term.sum() / count
+            loss = -term[torch.tensor(sampled)].sum() / count
             loss.backward()
             total += float(loss.detach()) * count
         tokens += count

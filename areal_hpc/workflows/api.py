@@ -120,9 +120,9 @@ class WorkflowEngine:
     async def generate(self, *, stop: str | Sequence[str] = (), max_new_tokens: int | None = None) -> Turn:
         """The model goes on; one turn.
 
-        A turn ends with the first token after which its text, special tokens spelt out, contains a stop string. That
-        token belongs to it as a whole, even if its text reaches beyond the string. It also ends with an end of sequence
-        and after max_new_tokens. Without any room left it is empty, with finish "length".
+        A turn ends with the first token after which its text, as the turn has it, contains a stop string. That token
+        belongs to it as a whole, even if its text reaches beyond the string. It also ends with an end of sequence and
+        after max_new_tokens. Without any room left it is empty, with finish "length".
 
         Raises:
             WorkflowError: an empty stop string, a budget below 1, or again no room.

@@ -44,7 +44,7 @@ STEP_LIMIT_S = 5.0
 """So long the code of a workflow between two awaits may hold up the rank."""
 OUR_FILES = ("api.py", "episode.py", "journal.py", "tools.py")
 SLACK_TOKENS = 16
-"""Tokens before a stop string that are decoded along: what a tokenizer does at the beginning of a text is left out."""
+"""Decoded before a stop string: what a tokenizer does at the beginning of a text, and special tokens, stay outside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,10 @@ class Language:
     Attributes:
         more: text -> token ids, with nothing put before or after.
         read: token ids -> text without special tokens.
-        spell: token ids -> text, special tokens included.
     """
 
     more: Callable[[str], Iterable[int]]
     read: Callable[[NDArray[np.int32]], str]
-    spell: Callable[[NDArray[np.int32]], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +164,7 @@ class Episode:
         assert isinstance(self.asks, Generate)
         limit, settled, request = self.asks.max_new_tokens, self._num_settled, self._request
         budget = request.max_new_tokens if limit is None else min(request.max_new_tokens, settled + limit)
-        stop = _Stop(self.asks.stop, settled, self._language.spell) if self.asks.stop else None
+        stop = _Stop(self.asks.stop, settled, self._language.read) if self.asks.stop else None
         return Request(
             request.key, request.prompt, budget, request.seed, request.min_version, self.so_far(), settled, stop
         )
@@ -320,12 +318,12 @@ class Episode:
 class _Stop:
     """Whether a response ends here: its turn, which began at `start`, contains one of the strings."""
 
-    def __init__(self, strings: tuple[str, ...], start: int, spell: Callable[[NDArray[np.int32]], str]) -> None:
-        self._strings, self._start, self._spell = strings, start, spell
-        self._reach = SLACK_TOKENS + max(len(string.encode()) for string in strings)  # a token spells a byte or more
+    def __init__(self, strings: tuple[str, ...], start: int, read: Callable[[NDArray[np.int32]], str]) -> None:
+        self._strings, self._start, self._read = strings, start, read
+        self._reach = SLACK_TOKENS + max(len(string.encode()) for string in strings)  # a token holds a byte or more
 
     def __call__(self, response: NDArray[np.int32]) -> bool:
-        text = self._spell(response[max(self._start, len(response) - self._reach) :])
+        text = self._read(response[max(self._start, len(response) - self._reach) :])
         return any(string in text for string in self._strings)
 
 

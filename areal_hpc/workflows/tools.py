@@ -242,6 +242,9 @@ def reference(function: Callable[..., Any] | str) -> str:
         ValueError: it does not stand at the top of a module or file.
     """
     if isinstance(function, str):
+        place, _, name = function.rpartition(":")
+        if not place or not name.isidentifier():
+            raise ValueError(f"{function!r}: write package.module:name or /path/file.py:name")
         return reward_worker.full_name(function)
     name, module = getattr(function, "__qualname__", "?"), sys.modules.get(getattr(function, "__module__", ""))
     if not name.isidentifier() or module is None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_hpc.advantages import GroupNorm, advantages
+from areal_hpc.advantages import GroupNorm, advantages, discounted_returns
 
 EPS = 1e-5
 
@@ -143,3 +143,38 @@ def test_a_reward_that_is_no_number_is_named(bad: float) -> None:
 def test_what_is_refused(rewards, groups, lengths, group_norm, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         advantages(rewards, groups, lengths, group_norm=group_norm, batch_norm=True)
+
+
+def test_returns_of_turns_by_hand() -> None:
+    # gamma 1/2. Three turns 1, 2, 4: G2 = 4, G1 = 2 + 4/2 = 4, G0 = 1 + 4/2 = 3. One turn 10. Two turns 3, 5: 5.5, 5.
+    rewards, num_turns = [1, 2, 4, 10, 3, 5], [3, 1, 2]
+    assert discounted_returns(rewards, num_turns, 0.5).tolist() == [3, 4, 4, 10, 5.5, 5]
+    assert discounted_returns(rewards, num_turns, 1.0).tolist() == [7, 6, 4, 10, 8, 5]
+    assert discounted_returns(rewards, num_turns, 0.0).tolist() == rewards
+    assert discounted_returns([], [], 0.5).tolist() == []
+    with pytest.raises(ValueError, match="6 rewards for 5 turns"):
+        discounted_returns(rewards, [3, 1, 1], 0.5)
+
+
+def test_every_episode_has_the_same_say_in_its_group() -> None:
+    # Group 0: an episode of 2 turns with return 6 each and one of a single turn with 0. Mean (6 + 0) / 2 = 3, not 4;
+    # var (9 + 9) / 2, std 3. Group 1: turns 1, 2, 6 of one episode (weights 1/3) and 5 of another: mean (3 + 5) / 2.
+    returns, groups, weights = [6, 6, 0, 1, 2, 6, 5], [0, 0, 0, 1, 1, 1, 1], [0.5, 0.5, 1, 1 / 3, 1 / 3, 1 / 3, 1]
+    mean = advantages(returns, groups, [1] * 7, weights, group_norm="mean", batch_norm=False)
+    assert mean == pytest.approx([3, 3, -3, -3, -2, 2, 1], rel=1e-12)
+    both = advantages(returns, groups, [1] * 7, weights, group_norm="mean_std", batch_norm=False)
+    std = math.sqrt((9 / 3 + 4 / 3 + 4 / 3 + 1) / 2)
+    assert both == pytest.approx(
+        [*np.array([3, 3, -3]) / (3 + EPS), *np.array([-3, -2, 2, 1]) / (std + EPS)], rel=1e-12
+    )
+
+
+@pytest.mark.parametrize("group_norm", ["none", "mean", "mean_std"])
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_single_turns_are_the_plain_case_bit_for_bit(group_norm: GroupNorm, batch_norm: bool) -> None:
+    rng = np.random.default_rng(3)
+    rewards, groups, lengths = rng.normal(size=24), rng.integers(0, 5, 24), rng.integers(1, 9, 24)
+    norms = {"group_norm": group_norm, "batch_norm": batch_norm}
+    returns = discounted_returns(rewards, np.ones(24, np.int32), 0.3)
+    turns = advantages(returns, groups, lengths, np.ones(24), **norms)  # type: ignore[arg-type]
+    assert turns.tolist() == advantages(rewards, groups, lengths, **norms).tolist()  # type: ignore[arg-type]

@@ -13,7 +13,8 @@ from areal_hpc.messages import StepFinished
 RIGHT, WRONG, LATE = Outcome.CORRECT, Outcome.WRONG, Outcome.TIMEOUT
 
 
-def group(group_id, lengths, outcomes, rank=3, first=2) -> GroupRecord:
+def group(group_id, lengths, outcomes, rank=3, first=2, turns=None) -> GroupRecord:
+    """`turns`: per sample a list of (reward, sampled tokens); single turns if there is none."""
     n = len(lengths)
     record = GroupRecord(group_id, f"p{group_id}", rank, admit_s=1.0, num_prompt=2)
     record.figures = {
@@ -27,6 +28,12 @@ def group(group_id, lengths, outcomes, rank=3, first=2) -> GroupRecord:
         "interruptions": np.ones(n, np.int32),
         "start_s": np.full(n, 1.5),
         "finish_s": np.full(n, 2.5),
+    }
+    turns = turns or [[(r, k)] for r, k in zip(record.figures["reward"], lengths, strict=True)]
+    record.figures |= {
+        "num_turns": np.array([len(of_sample) for of_sample in turns], np.int32),
+        "turn_reward": np.array([r for of_sample in turns for r, _ in of_sample], np.float64),
+        "turn_tokens": np.array([k for of_sample in turns for _, k in of_sample], np.int32),
     }
     return record
 
@@ -49,6 +56,19 @@ def test_a_timed_out_sample_is_left_out_of_training_but_not_of_the_log():
     assert rows["trainer_rank"].tolist() == [1, 1, 1, 1, -1, 1]
     assert rows["head_lag"].tolist() == [2] * 6 and rows["tail_lag"].tolist() == [1] * 6
     assert rows["consumed_step"].tolist() == [5] * 6
+    TRAJECTORIES.encode(rows)
+
+
+def test_turns_of_samples_without_a_reward_are_left_out_and_only_sampled_tokens_are_counted():
+    turns = [[(1.0, 3), (2.0, 4)], [(np.nan, 1), (np.nan, 1)], [(5.0, 6)], []]
+    episodes = group(4, [10, 2, 6, 0], [RIGHT, LATE, RIGHT, Outcome.ERROR], turns=turns)
+    batch = compose([episodes, group(6, [8], [WRONG])])
+    assert batch.num_turns.tolist() == [2, 1, 1]
+    assert batch.turn_reward.tolist() == [1.0, 2.0, 5.0, -5.0] and batch.turn_tokens.tolist() == [3, 4, 6, 8]
+    assert batch.num_response.tolist() == [10, 6, 8] and batch.num_sampled.tolist() == [7, 6, 8]
+    assert batch.minibatch_tokens() == [7 + 6 + 8]
+    rows = batch.rows(version_before=4, fate=Fate.CONSUMED)
+    assert rows["num_sampled"].tolist() == [7, 2, 6, 0, 8] and rows["num_turns"].tolist() == [2, 2, 1, 0, 1]
     TRAJECTORIES.encode(rows)
 
 

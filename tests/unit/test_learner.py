@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from areal_hpc.config import TrainerConfig
 from areal_hpc.learner import Batch, Learner, flat_gradient, pack
@@ -110,3 +111,48 @@ def test_gradients_are_views_of_one_buffer():
     flat = flat_gradient(parameters)
     (2 * parameters[0].sum() + 3 * parameters[1].sum()).backward()
     assert flat.tolist() == [2.0] * 6 + [3.0] * 4
+
+
+def episode(turns: list[int], seed: int) -> Trajectory:
+    """Prompt of 3 tokens, the response falls into these turns; what is not sampled has absurd log-probs."""
+    rng = np.random.default_rng(seed)
+    logprobs = np.where(np.array(turns) < 0, -50.0, rng.uniform(-3, -1, len(turns))).astype(np.float32)
+    tokens = rng.integers(2, 10, 3 + len(turns)).astype(np.int32)
+    return Trajectory(seed, 0, tokens, 3, logprobs, np.zeros(len(turns), np.int32), np.array(turns, np.int16))
+
+
+def test_tokens_of_the_environment_have_no_part_in_loss_and_figures_and_turns_have_their_own_advantage(tiny_dir):
+    """One minibatch: u is 1, so the loss is -mean of w A over sampled tokens, worked out from plain forward passes."""
+    samples = [episode([0, 0, -1, -1, 1], 0), trajectories()[1], episode([-1, 0, -1, 2, 2, -1], 1)]
+    advantages, first_turn = np.array([2.0, -1.0, 0.5, 3.0, 9.0, -4.0]), np.array([0, 2, 3])
+    of_tokens = [[2.0, 2.0, -1.0], [0.5] * samples[1].num_response, [3.0, -4.0, -4.0]]
+    num_tokens = 3 + samples[1].num_response + 3
+    ready = Batch(samples, advantages, [[[0, 1], [2]]], [num_tokens], first_turn)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_dir / "model")
+    terms, weights_w, entropies = [], [], []
+    for sample, values in zip(samples, of_tokens, strict=True):
+        with torch.no_grad():
+            logits = plain(torch.from_numpy(sample.tokens.astype(np.int64))[None]).logits[0, 2:-1]
+        logp = torch.log_softmax(logits, -1).numpy()
+        now = logp[np.arange(sample.num_response), sample.tokens[3:]]
+        keep = np.ones(sample.num_response, bool) if sample.turns is None else sample.turns >= 0
+        w = np.exp(now - sample.logprobs)[keep]
+        terms += (-w * np.array(values)).tolist()
+        weights_w += w.tolist()
+        entropies += (-(np.exp(logp) * logp).sum(-1)[keep]).tolist()
+    stats = learner(tiny_dir).train(ready).stats
+    assert stats["num_tokens"] == num_tokens == len(terms)
+    assert stats["loss"] == pytest.approx(sum(terms) / num_tokens, rel=1e-5)
+    assert stats["w_max"] == pytest.approx(max(weights_w), rel=1e-5)
+    assert stats["entropy"] == pytest.approx(np.mean(entropies), rel=1e-5)
+    assert stats["advantage_mean"] == pytest.approx(sum(sum(of_tokens, [])) / num_tokens, rel=1e-6)
+
+
+def test_an_environment_token_changes_what_follows_but_gives_no_gradient_itself(tiny_dir):
+    """The gradient of a batch equals that of the same sequences cut into prompt and last turn, where both are one."""
+    whole = episode([-1, -1, 0, 0], 0)
+    as_prompt = Trajectory(0, 0, whole.tokens, 5, whole.logprobs[2:], whole.versions[2:])
+    one, other = learner(tiny_dir), learner(tiny_dir)
+    for trained, sample in ((one, whole), (other, as_prompt)):
+        trained.train(Batch([sample], np.array([1.5]), [[[0]]], [2]))
+    assert torch.equal(weights(one), weights(other))

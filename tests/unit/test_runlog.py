@@ -169,11 +169,11 @@ def test_wrong_rows_are_named_and_nothing_of_them_is_kept(path, change, message)
 
 
 # ------------------------------------------------------------------------------------------------------------ tokens
-def trajectory(group_id, sample, num_prompt, num_response):
+def trajectory(group_id, sample, num_prompt, num_response, turns=None):
     total = num_prompt + num_response
     tokens = np.arange(total, dtype=np.int32) + 1000 * group_id
     versions = np.arange(num_response, dtype=np.int32)
-    return Trajectory(group_id, sample, tokens, num_prompt, -versions.astype(np.float32) / 8, versions)
+    return Trajectory(group_id, sample, tokens, num_prompt, -versions.astype(np.float32) / 8, versions, turns)
 
 
 def test_tokens_come_back_by_group_and_sample(path):
@@ -190,8 +190,21 @@ def test_tokens_come_back_by_group_and_sample(path):
         for name in ("tokens", "logprobs", "versions"):
             assert read[name].dtype == getattr(t, name).dtype
             np.testing.assert_array_equal(read[name], getattr(t, name))
+        np.testing.assert_array_equal(read["turns"], np.zeros(t.num_response, np.int16))
     with pytest.raises(KeyError, match="60/0"):
         log.tokens(60, 0)
+
+
+def test_turns_of_tokens_come_back_and_old_logs_have_none(path, monkeypatch):
+    turns = np.array([0, 0, -1, 1], np.int16)
+    with RunLogWriter(path, attributes={}, tokens=True) as writer:
+        writer.tokens([trajectory(0, 0, 2, 4, turns), trajectory(1, 0, 2, 1)])
+    read = RunLog(path).tokens(0, 0)["turns"]
+    assert read.dtype == np.int16 and read.tolist() == turns.tolist()
+    assert RunLog(path).tokens(1, 0)["turns"].tolist() == [0]
+    with h5py.File(path, "r+") as file:  # as written before there were turns
+        del file["response_tokens/turn"]
+    assert sorted(RunLog(path).tokens(0, 0)) == ["logprobs", "num_prompt", "tokens", "versions"]
 
 
 def test_a_log_without_tokens_says_so(path):
@@ -526,7 +539,7 @@ def test_codes_are_gapless_and_their_labels_lead_back(code):
 
 
 def test_the_order_of_codes_is_part_of_the_file_format():
-    assert Finish.labels() == ("eos", "length")
+    assert Finish.labels() == ("eos", "length", "stop")
     assert Outcome.labels() == ("correct", "wrong", "unparsed", "timeout", "error")
     assert Fate.labels() == ("consumed", "filtered", "excluded", "leftover", "dropped")
 

@@ -34,9 +34,18 @@ def test_round_trip(shapes):
             )
 
 
-@pytest.mark.parametrize("name", ["tokens", "logprobs", "versions", "sample", "num_prompt"])
+def test_turns_travel_only_where_there_are_any():
+    turns = np.array([0, -1, -1, 1], np.int16)
+    assert join([trajectory(), trajectory(sample=2)])["turns"].nbytes == 0
+    one, other = split(join([trajectory(turns=turns), trajectory(sample=2)]))
+    assert one.turns.dtype == np.int16 and one.turns.tolist() == [0, -1, -1, 1]
+    assert one.sampled.tolist() == [True, False, False, True]
+    assert other.turns.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["tokens", "logprobs", "versions", "turns", "sample", "num_prompt"])
 def test_an_array_that_is_too_short_is_refused(name):
-    arrays = join([trajectory(), trajectory(sample=2)])
+    arrays = join([trajectory(turns=np.zeros(4, np.int16)), trajectory(sample=2)])
     arrays[name] = arrays[name][:-1]
     with pytest.raises(BadTrajectory):
         split(arrays)
@@ -57,6 +66,10 @@ def test_lengths_that_add_up_but_are_negative_are_refused():
         ({"versions": np.zeros(3, np.int32)}, "4 response tokens but 4 log-probs and 3 versions"),
         ({"logprobs": np.array([-1, -1, 0.5, -1], np.float32)}, "none may be above 0"),
         ({"num_prompt": 7}, "need at least one"),
+        ({"turns": np.zeros(3, np.int16)}, "4 response tokens but 3 of them have a turn"),
+        ({"turns": np.full(4, -1, np.int16)}, "hold a token"),
+        ({"turns": np.array([0, 1, 0, 1], np.int16)}, "count up"),
+        ({"turns": np.array([-2, 0, 0, 1], np.int16)}, "count up"),
     ],
 )
 def test_contradictions_are_named(changes, message):

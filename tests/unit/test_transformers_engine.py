@@ -557,3 +557,54 @@ def test_broken_beginnings_are_refused(sizes: tuple[int, int, int], token: int, 
     arrays[0][:] = token
     with pytest.raises(ValueError, match=complaint):
         engine_of().submit([replace(request(0), begun=Begun(*arrays))])
+
+
+# -------------------------------------------------------------------------------------------------- several turns
+def test_a_request_can_say_where_it_ends() -> None:
+    """With the first token 5 of its response; the others go on, and nobody's tokens change."""
+    plain = by_key(run_all(engine_of(), [request(0, budget=40), request(1, budget=40)]))
+    wanted = int(plain[0, 0].tokens[7])
+    cut = int(np.flatnonzero(plain[0, 0].tokens == wanted)[0]) + 1
+    seen: list[int] = []
+
+    def stop(response: np.ndarray) -> bool:
+        seen.append(len(response))
+        return bool(response[-1] == wanted)
+
+    done = by_key(run_all(engine_of(), [replace(request(0, budget=40), stop=stop), request(1, budget=40)]))
+    assert done[0, 0].finish == "stop" and done[1, 0].finish == "length"
+    assert done[0, 0].tokens.tolist() == plain[0, 0].tokens[:cut].tolist() and seen == list(range(1, cut + 1))
+    assert np.array_equal(done[1, 0].tokens, plain[1, 0].tokens)
+
+
+def test_what_was_given_does_not_end_a_turn_but_what_it_has_of_its_own_does() -> None:
+    """A turn begins after an end of sequence; a turn that had ended when it was saved ends at once."""
+    arrays = (np.array([7, EOS], np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32))
+    begun = Begun(*arrays)
+    engine = engine_of(eos_ids=(EOS,))
+    (done,) = run_all(engine, [replace(request(0, budget=6), begun=begun, given=2)])
+    assert len(done.tokens) > 2 and done.tokens[:2].tolist() == [7, EOS]
+    assert largest_error([drop_first(done, 2)], [with_prompt(request(0), [7, EOS])], {0: tiny_model("qwen2")}) < 1e-5
+    (done,) = run_all(engine, [replace(request(0, budget=6), begun=begun, given=1)])
+    assert len(done.tokens) == 2 and done.finish == "eos"
+    never, always = (lambda response: False), (lambda response: True)
+    (done,) = run_all(engine_of(), [replace(request(0, budget=6), begun=begun, given=1, stop=always)])
+    assert len(done.tokens) == 2 and done.finish == "stop"
+    (done,) = run_all(engine_of(), [replace(request(0, budget=6), begun=begun, given=2, stop=always)])
+    assert len(done.tokens) == 3 and done.finish == "stop"
+    (done,) = run_all(engine_of(), [replace(request(0, budget=6), begun=begun, given=1, stop=never)])
+    assert len(done.tokens) == 6 and done.finish == "length"
+
+
+def run_all(engine: TransformersEngine, requests: list[Request]) -> list[Completion]:
+    engine.submit(requests)
+    return run(engine)
+
+
+def drop_first(done: Completion, count: int) -> Completion:
+    arrays = (done.tokens[count:], done.logprobs[count:], done.versions[count:])
+    return replace(done, tokens=arrays[0], logprobs=arrays[1], versions=arrays[2])
+
+
+def with_prompt(request: Request, more: list[int]) -> Request:
+    return replace(request, prompt=(*request.prompt, *more))
