@@ -329,9 +329,13 @@ class RankFailed(Message):
 
 
 class Stop(Message):
-    """Controller -> every rank: finish now; nothing more is expected from you but Farewell."""
+    """Controller -> every rank: finish now; nothing more is expected from you but Farewell.
+
+    `healthy`: the run is done and every collective is complete, so that nothing can hold up a rank that ends as usual.
+    """
 
     reason: str
+    healthy: bool = False
 
 
 class Farewell(Message):

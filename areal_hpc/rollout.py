@@ -65,10 +65,10 @@ class Rollout:
         self.credits_to_grant = config.rollout.slots + config.trainer.group_size
         self.heard_s = time.monotonic()
         self.num_restarts_told = 0
-        self.stopped = False
+        self.stopped = self.healthy_end = False
 
-    def run(self) -> None:
-        """Generate until told to stop.
+    def run(self) -> bool:
+        """Generate until told to stop; True after a healthy end.
 
         Raises:
             RunError: DEADLINE when a weight update does not arrive completely in time, or the controller is silent;
@@ -92,6 +92,7 @@ class Rollout:
                 reason = f"rollout rank {self.world.rank} heard nothing from the controller for {silence_s:.0f} s"
                 raise RunError(Exit.DEADLINE, reason)
             pause.sleep()
+        return self.healthy_end
 
     # ------------------------------------------------------------------------------------------------ decoding
     def decode(self) -> bool:
@@ -202,8 +203,8 @@ class Rollout:
                 self.restore(Path(path), arrays["group_id"].tolist())
             case LoadWeights(version):
                 self.versions_to_load.append(version)
-            case Stop():
-                self.stopped = True
+            case Stop(_, healthy):
+                self.stopped, self.healthy_end = True, healthy
             case _:
                 raise unusable(self.world, self.config, received)
 

@@ -112,11 +112,11 @@ class Trainer:
         self.announced: list[Announced] = []
         self.samples: dict[Key, Trajectory] = {}
         self.reported_version = -1
-        self.stopped = False
+        self.stopped = self.healthy_end = False
 
     # ------------------------------------------------------------------------------------------------ the loop
-    def run(self) -> None:
-        """Train until told to stop, or to save and wait for the end.
+    def run(self) -> bool:
+        """Train until told to stop, or to save and wait for the end; True after a healthy end.
 
         Raises:
             RunError: DEADLINE when a batch or its samples do not come in time.
@@ -129,6 +129,7 @@ class Trainer:
         except LeaveStep as leave:
             self.begin_saving(max(leave.order.step, self.step), leave.order.path)
             self.wait_for(lambda: False, "idle", self.config.deadlines.silence_s, "the end of the run")
+        return self.healthy_end
 
     def train(self) -> None:
         """Step after step."""
@@ -284,7 +285,7 @@ class Trainer:
                 self.save()
             case SaveTrainer() as order:
                 raise LeaveStep(order)
-            case Stop():
-                self.stopped = True
+            case Stop(_, healthy):
+                self.stopped, self.healthy_end = True, healthy
             case _:
                 raise unusable(self.world, self.config, received)
