@@ -22,6 +22,7 @@ from areal_hpc.messages import GroupsSaved, SaveFailed, SaveGroups, SaveTrainer,
 from areal_hpc.preflight import rollout_ranks, trainer_ranks
 
 STATE = "controller.json"
+TRAINER_STATE = "trainer.safetensors"
 MAX_FAILED = 2
 
 

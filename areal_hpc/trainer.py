@@ -39,11 +39,10 @@ from areal_hpc.messages import (
 from areal_hpc.preflight import CONTROLLER, RunClock, unusable
 from areal_hpc.reporting import Reporter
 from areal_hpc.rundir import RunDir
+from areal_hpc.saver import TRAINER_STATE
 from areal_hpc.shipment import join, split
 from areal_hpc.trajectory import Key, Trajectory
 from areal_hpc.waiting import Backoff, Stopwatch
-
-STATE = "trainer.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ class Trainer:
         self.version, self.step = 0, 0
         self.saving: Saving | None = None
         if welcome is not None and welcome.resume:
-            self.learner.load_state(compute.read_state(Path(welcome.resume) / STATE))
+            self.learner.load_state(compute.read_state(Path(welcome.resume) / TRAINER_STATE))
             self.version = welcome.version
         self.announced: list[Announced] = []
         self.samples: dict[Key, Trajectory] = {}
@@ -212,7 +211,7 @@ class Trainer:
         watch = Stopwatch()
         state = self.learner.state()
         watch.lap("copy_s")
-        path = Path(directory) / STATE
+        path = Path(directory) / TRAINER_STATE
         writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         written = writer.submit(timed, lambda: self.compute.write_state(path, state))
         writer.shutdown(wait=False)

@@ -10,7 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from areal_hpc import export
 from areal_hpc.exits import Exit
+from areal_hpc.models import load_model, named_weights
 from areal_hpc.runlog import RunLog
 from tests import runs
 from tests.runs import tiny_config, wait_until
@@ -93,6 +95,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tiny_dir, tmp
     assert any(newest.name in text for text in logs[1].events.text)
     assert logs[1].steps.step.iloc[0] == int(before.name.split("_")[1]) + 1
     assert_nothing_lost(logs, steps=8, batch=4, group=4)
+    assert export.main([str(tmp_path / "run"), str(tmp_path / "exported"), "--step", "8"]) == 0
+    trained, exported = (named_weights(load_model(tmp_path / name)) for name in ("run/model", "exported"))
+    assert trained.keys() == exported.keys() and all(trained[name].equal(exported[name]) for name in trained)
 
 
 def test_only_one_at_a_time_and_a_finished_run_is_not_repeated(tiny_dir, tmp_path):

@@ -184,6 +184,8 @@ def test_an_mpi_library_that_does_not_fit_is_refused_before_any_rank_starts(plac
     assert job.state == "FAILED"
     assert "MPICH ends at start-up under the plugin pmix; set slurm.mpi=pmi2" in (job.stdout() or "")
     assert not list((place / "run/attempt_1").glob("rank_*.log"))
+    status = read_json(place / "run/status.json")
+    assert status["state"] == "failed" and "set slurm.mpi=pmi2" in status["why_ended"]
 
 
 def test_mpich_starts_whatever_lies_in_memory(cluster):

@@ -21,7 +21,7 @@ FLOORS = [
     checkpoint checkpoint_files ownership attempts preflight reporting rollout_state group_files bookkeeping
     evaluation progress simulation backends hetjob desk saver resuming""",
     "controller trainer rollout",
-    "rank attempt launch liveview check submission sweep cli demo bench doctor",
+    "rank attempt launch liveview check export submission sweep cli demo bench doctor",
 ]
 ROLES = {"controller", "trainer", "rollout"}
 ROOMS = {
