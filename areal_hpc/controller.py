@@ -327,7 +327,7 @@ class Controller(Desk):
         version_before = self.state.version
         rows = batch.rows(version_before, Fate.DROPPED if report.skipped else Fate.CONSUMED)
         self.log.trajectories(rows)
-        self.progressed_s = time.monotonic()
+        finished_s, self.progressed_s = self.clock.now(), time.monotonic()
         ids = np.array([group.group_id for group in batch.groups], np.int64)
         for rank in self.rollouts:
             self.world.post(rank, Trained(report.step), {"group_id": ids})
@@ -336,7 +336,7 @@ class Controller(Desk):
             self.groups.pop(group.group_id, None)
         self.saver.cut(report.step, *self.snapshot())
         row = step_row(report, batch, rows, version_before) | {
-            "time_s": self.clock.now(),
+            "time_s": finished_s,  # before what it admits
             "num_admitted": self.state.next_id,
             "num_consumed": self.state.consumed_batches * self.config.trainer.batch_size,
             "num_filtered": self.state.left["filtered"],
