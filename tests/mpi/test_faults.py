@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from areal_hpc.exits import Exit
 from areal_hpc.rundir import read_json
@@ -203,3 +205,40 @@ def test_a_full_disk_under_a_checkpoint(small_disk, tiny_dir, tmp_path):
     logs = [RunLog(config["run_dir"], number) for number in (1, 2)]
     assert_nothing_lost(logs, steps=14, batch=BATCH, group=GROUP, eta=ETA)
     assert logs[1].steps.step.iloc[0] == kept + 1
+
+
+# ------------------------------------------------------------------------------------------------------------ clocks
+WRONG_CLOCK = """
+import runpy, sys, time
+real, began = time.time, time.time()
+time.time = lambda: began + {offset} + {rate} * (real() - began)
+time.time_ns = lambda: int(time.time() * 1e9)
+sys.argv = ["areal_hpc.rank", sys.argv[1]]
+runpy.run_module("areal_hpc.rank", run_name="__main__")
+"""
+
+
+@pytest.mark.fault("clock of one rank wrong or drifting", row=24)
+@pytest.mark.slow
+@pytest.mark.parametrize(("offset", "rate"), [(3600, 1), (-3600, 1), (0, 1.5)])
+def test_a_wrong_clock(offset, rate, tmp_path):
+    """Times in the log come from one clock, order and deadlines from none across hosts. Python's clock only: with
+    libfaketime even time.sleep fails."""
+    config = timed(tmp_path)
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    environment = os.environ | {"AREAL_HPC_TEST_RUN": config["run_dir"]}
+    begin = [sys.executable, "-m", "areal_hpc.attempt", str(path)]
+    begun = subprocess.run(begin, capture_output=True, text=True, timeout=60, env=environment, check=True)
+    rank = [sys.executable, "-m", "areal_hpc.rank"]
+    skewed = [sys.executable, "-c", WRONG_CLOCK.format(offset=offset, rate=rate)]
+    attempt = begun.stdout.strip()
+    world = [str(Path(sys.executable).parent / "mpiexec"), "-n", "2", *rank, attempt, ":", "-n", "1", *skewed, attempt]
+    done = subprocess.run(world, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    log = RunLog(config["run_dir"])
+    assert_nothing_lost([log], steps=STEPS, batch=BATCH, group=GROUP, eta=ETA)
+    assert_bound([log], batch=BATCH, eta=ETA)
+    rows = log.trajectories
+    assert (rows.start_s >= rows.admit_s - 0.05).all() and (rows.finish_s >= rows.start_s).all()
+    assert rows.finish_s.max() < 120
