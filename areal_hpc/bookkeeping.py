@@ -14,7 +14,7 @@ from areal_hpc.messages import Hello, StepFinished
 from areal_hpc.packing import Plan, plan
 from areal_hpc.staleness import lag
 
-UNSCORED = (Outcome.TIMEOUT, Outcome.ERROR)
+UNSCORED = (Outcome.TIMEOUT, Outcome.ERROR, Outcome.TRUNCATED)
 NOT_CONSUMED = -1
 STATS = [*(column.name for column in LOSS_TERMS), "grad_norm", "lr"]
 

@@ -37,13 +37,17 @@ class Code(IntEnum):
 
 
 class Outcome(Code):
-    """What the reward service found."""
+    """What the reward service found; the last three have no reward.
+
+    truncated: the response met its limit, and `reward.truncated` is mask.
+    """
 
     CORRECT = 0
     WRONG = 1
     UNPARSED = 2
     TIMEOUT = 3
     ERROR = 4
+    TRUNCATED = 5
 
 
 class Finish(Code):
@@ -212,7 +216,7 @@ TRAJECTORIES = Table(
         Column("prompt_id", "S64", "text", "identity of the prompt in its data set"),
         Column("num_prompt", "i4", "tokens", "length of the prompt"),
         Column("num_response", "i4", "tokens", "length of the response, end-of-sequence token included"),
-        Column("reward", "f8", "1", "terminal reward; NaN where the outcome is timeout or error"),
+        Column("reward", "f8", "1", "terminal reward; NaN where the outcome is timeout, error or truncated"),
         Column("outcome", "u1", "code", "what the reward service found", Outcome.labels()),
         Column("finish", "u1", "code", "why the response ended", Finish.labels()),
         Column("fate", "u1", "code", "what became of the sample", Fate.labels()),
