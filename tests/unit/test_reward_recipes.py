@@ -114,9 +114,7 @@ def test_truncated_wrong_does_not_ask_but_adds_the_others():
 
 def test_truncated_mask_leaves_it_out_of_training_and_keeps_the_order():
     recipe = Recipe([term("number")], truncated="mask")
-    answers = [
-        sample(str(n), truncated=n % 2 == 0, purpose="evaluate" if n == 4 else "train") for n in range(1, 6)
-    ]
+    answers = [sample(str(n), truncated=n % 2 == 0, purpose="evaluate" if n == 4 else "train") for n in range(1, 6)]
     judged = Scorer(recipe)(answers)
     assert [j.outcome for j in judged] == ["correct", "truncated", "correct", "correct", "correct"]
     assert [j.reward for j in judged if j.outcome == "correct"] == [1, 3, 4, 5] and math.isnan(judged[1].reward)
