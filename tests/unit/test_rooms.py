@@ -13,9 +13,9 @@ PACKAGE = Path(__file__).parents[2] / "areal_hpc"
 # its own, but roles never from each other.
 FLOORS = [
     """__init__ exits config trajectory codec messages staleness
-    logschema activity seeds waiting signals shipment faults compute slurmfacts placement
+    logcodes logschema activity seeds waiting signals shipment faults compute slurmfacts placement
     jobspec batchscript slurmrules slurmstate""",
-    "packing advantages losses models sampling controller_state learner buckets",
+    "packing advantages losses models sampling instructions controller_state learner buckets",
     """comm mpi_start warm_blocks process_group weights runlog runlog_writer datasets rewards rundir
     engines
     checkpoint checkpoint_files ownership attempts preflight reporting rollout_state group_files bookkeeping

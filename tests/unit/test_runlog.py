@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from areal_hpc import logschema
-from areal_hpc.logschema import STEPS, TABLES, TRAJECTORIES, Code, Fate, Finish, Outcome
+from areal_hpc.logcodes import Code, Fate, Finish, Outcome
+from areal_hpc.logschema import STEPS, TABLES, TRAJECTORIES
 from areal_hpc.runlog import RunLog, RunLogError, RunLogWriter
 from areal_hpc.trajectory import Trajectory
 
