@@ -1,8 +1,9 @@
 """Rewards of finished answers, computed in processes that can be killed, never in the rank itself.
 
 A reward is a plain function `(prompt: str, completion: str, metadata: dict)` that returns a finite number (> 0 is
-correct, else wrong) or `(number, "correct" | "wrong" | "unparsed")`. Further parameters are filled from the
-configuration (`kwargs`) and, where they have the name of a fact of the answer (recipe.FACTS), from that fact:
+correct, else wrong), or `(number, "correct" | "wrong" | "unparsed")`, or, for votes, both of it and the answer that it
+has read, as text or None. Further parameters are filled from the configuration (`kwargs`) and, where they have the name
+of a fact of the answer (recipe.FACTS), from that fact:
 
     def brief(prompt, completion, metadata, *, num_tokens, limit=500): ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from areal_hpc.rewards.recipe import FACTS, Recipe, Term
-from areal_hpc.rewards.wire import Sample, Verdict, one_line
+from areal_hpc.rewards.wire import MAX_ANSWER_TEXT_BYTES, Sample, Verdict, one_line
 
 _OUTCOMES: tuple[Verdict, ...] = ("correct", "wrong", "unparsed")
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -24,12 +25,21 @@ class BadReward(Exception):
     """The function returned something that is not a reward."""
 
 
+class Value(NamedTuple):
+    """What one function made of one answer; `answer` is what it read in it."""
+
+    reward: float
+    outcome: Verdict
+    answer: str | None = None
+
+
 class Judgement(NamedTuple):
     """A reward and its outcome; for "error" and "truncated" the reward is NaN."""
 
     reward: float
     outcome: str
     detail: str = ""
+    answer: str | None = None
 
 
 TRUNCATED = Judgement(math.nan, "truncated")
@@ -73,13 +83,14 @@ def facts_of(function: Callable[..., Any], term: Term) -> list[str]:
     return facts
 
 
-def judge(value: object) -> tuple[float, Verdict]:
-    """Reward and outcome of what a function returned; a bare number above 0 is correct. Raises BadReward."""
+def judge(value: object) -> Value:
+    """What a function returned, as reward, outcome and answer; a bare number above 0 is correct. Raises BadReward."""
     outcome: object = None
+    answer: object = None
     if isinstance(value, tuple):
-        if len(value) != 2 or value[1] not in _OUTCOMES:
+        if len(value) not in (2, 3) or value[1] not in _OUTCOMES:
             raise BadReward(f"expected (reward, 'correct' | 'wrong' | 'unparsed'), got {reprlib.repr(value)}")
-        value, outcome = value
+        value, outcome, answer = value if len(value) == 3 else (*value, None)
     if not isinstance(value, numbers.Real):
         raise BadReward(f"expected a number or (number, outcome), got {type(value).__name__}: {reprlib.repr(value)}")
     try:
@@ -90,8 +101,25 @@ def judge(value: object) -> tuple[float, Verdict]:
         raise BadReward(f"expected a finite reward, got {reprlib.repr(value)}")
     for known in _OUTCOMES:
         if outcome == known:
-            return reward, known
-    return reward, "correct" if reward > 0 else "wrong"
+            return Value(reward, known, shortened(answer))
+    return Value(reward, "correct" if reward > 0 else "wrong")
+
+
+def shortened(answer: object) -> str | None:
+    """The answer that a function read. Votes are counted by it, so a long one is cut and ends in a hash of all of it.
+
+    Raises:
+        BadReward: it is neither text nor None.
+    """
+    if answer is None:
+        return None
+    if not isinstance(answer, str):
+        raise BadReward(f"expected the answer as text or None, got {type(answer).__name__}: {reprlib.repr(answer)}")
+    data = answer.encode("utf-8", "backslashreplace")
+    if len(data) > MAX_ANSWER_TEXT_BYTES:
+        mark = hashlib.blake2b(data, digest_size=8).hexdigest().encode()
+        data = data[: MAX_ANSWER_TEXT_BYTES - len(mark) - 1] + b"~" + mark
+    return data.decode("utf-8", "ignore")
 
 
 def describe(error: BaseException) -> str:
@@ -127,21 +155,21 @@ class Function:
         self.facts = facts_of(self.function, term)
         self._pid = os.getpid()
 
-    def __call__(self, samples: Sequence[Sample]) -> list[tuple[float, Verdict] | BaseException]:
+    def __call__(self, samples: Sequence[Sample]) -> list[Value | BaseException]:
         size = self.term.batch
         if size == 1:
             return [self._one(sample) for sample in samples]
         starts = range(0, len(samples), size)
         return [value for start in starts for value in self._many(samples[start : start + size])]
 
-    def _one(self, sample: Sample) -> tuple[float, Verdict] | BaseException:
+    def _one(self, sample: Sample) -> Value | BaseException:
         try:
             facts = {name: fact(sample, name) for name in self.facts}
             return judge(self._call(sample.prompt_text, sample.completion_text, sample.metadata, facts))
         except BaseException as error:  # user code may raise anything
             return error
 
-    def _many(self, samples: Sequence[Sample]) -> list[tuple[float, Verdict] | BaseException]:
+    def _many(self, samples: Sequence[Sample]) -> list[Value | BaseException]:
         """One call for all of them. If it fails, each is called alone: one bad answer shall not spoil the others."""
         texts = [sample.prompt_text for sample in samples], [sample.completion_text for sample in samples]
         try:
@@ -161,7 +189,7 @@ class Function:
                 os._exit(0)  # a child forked by the function came back from it: the answer is its parent's to give
 
 
-def _judged(value: object) -> tuple[float, Verdict] | BaseException:
+def _judged(value: object) -> Value | BaseException:
     try:
         return judge(value)
     except BadReward as error:
@@ -190,29 +218,29 @@ class Scorer:
         facts = sample.facts
         return self.recipe.truncated == "mask" and facts.get("truncated", False) and facts.get("purpose") == "train"
 
-    def _first(self, samples: Sequence[Sample]) -> list[tuple[float, Verdict] | BaseException]:
+    def _first(self, samples: Sequence[Sample]) -> list[Value | BaseException]:
         """Values of the term that decides about the outcome, with the rules for it."""
         cut = [self.recipe.truncated == "wrong" and sample.facts.get("truncated", False) for sample in samples]
         asked = iter(self.first([sample for sample, is_cut in zip(samples, cut, strict=True) if not is_cut]))
-        return [self._scaled((0.0, "wrong") if is_cut else next(asked)) for is_cut in cut]
+        return [self._scaled(Value(0.0, "wrong") if is_cut else next(asked)) for is_cut in cut]
 
-    def _scaled(self, value: tuple[float, Verdict] | BaseException) -> tuple[float, Verdict] | BaseException:
+    def _scaled(self, value: Value | BaseException) -> Value | BaseException:
         scale = self.recipe.scale
         if not scale or isinstance(value, BaseException):
             return value
-        outcome = value[1]
-        return scale[outcome if outcome in scale else "wrong"], outcome
+        return value._replace(reward=scale[value.outcome if value.outcome in scale else "wrong"])
 
-    def _sum(self, values: Sequence[tuple[float, Verdict] | BaseException]) -> Judgement:
-        total, outcome = 0.0, ""
+    def _sum(self, values: Sequence[Value | BaseException]) -> Judgement:
+        total = 0.0
         for term, value in zip(self.recipe.terms, values, strict=True):
             if isinstance(value, BaseException):
                 return self._failed(value)
-            total += term.weight * value[0]
-            outcome = outcome or value[1]
+            total += term.weight * value.reward
         if not math.isfinite(total):
             return Judgement(math.nan, "error", f"the weighted sum of the rewards is {total}, not a finite number")
-        return Judgement(total, outcome)
+        first = values[0]
+        assert isinstance(first, Value)
+        return Judgement(total, first.outcome, "", first.answer)
 
     def _failed(self, error: BaseException) -> Judgement:
         detail, limit = one_line(describe(error)), self.recipe.memory_bytes

@@ -62,9 +62,8 @@ def settle(memory_bytes: int | None) -> tuple[BinaryIO, int]:
 
 def main(arguments: list[str]) -> None:
     """Load the functions, say "ready", answer until the rank closes the pipe; does not return."""
-    text, parent = arguments
-    die_with(int(parent))
-    recipe = Recipe.from_text(text)
+    die_with(int(arguments[1]))
+    recipe = Recipe.from_text(arguments[0])
     requests, answers = settle(recipe.memory_bytes)
     try:
         scorer = Scorer(recipe)
@@ -78,9 +77,9 @@ def main(arguments: list[str]) -> None:
         started = time.monotonic()
         judged = scorer(samples)
         seconds = time.monotonic() - started
-        for sample, (reward, outcome, detail) in zip(samples, judged, strict=True):
+        for sample, (reward, outcome, detail, text) in zip(samples, judged, strict=True):
             last = scorer.exhausted and sample is samples[-1]
-            answer = Answer(sample.id, reward, outcome, seconds, detail, last)  # type: ignore[arg-type]
+            answer = Answer(sample.id, reward, outcome, seconds, detail, last, text)  # type: ignore[arg-type]
             os.write(answers, answer_frame(answer))
         if scorer.exhausted:
             break

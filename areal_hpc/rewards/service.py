@@ -57,6 +57,7 @@ class RewardResult:
         seconds: time spent in the functions (of its whole batch); for timeout and death, from hand-over to the end of
             the process.
         detail: one line for timeout and error, else empty.
+        answer: what the function read in it, for votes; None unless the function says.
     """
 
     key: Key
@@ -64,6 +65,7 @@ class RewardResult:
     outcome: Outcome
     seconds: float
     detail: str
+    answer: str | None = None
 
 
 class RewardService:
@@ -264,8 +266,8 @@ class RewardService:
             elif answer.seconds > self._timeout_s:  # poll() came too late to kill it; the limit holds all the same
                 self._timed_out(child, child.finish(answer.id), answer.seconds)
             else:
-                key = child.finish(answer.id).key
-                self._settle(key, answer.outcome, answer.seconds, answer.detail, answer.reward)
+                key, found = child.finish(answer.id).key, (answer.reward, answer.answer)
+                self._settle(key, answer.outcome, answer.seconds, answer.detail, found)
             if answer.last:
                 child.fault = "ended because its memory had run out"
 
@@ -310,8 +312,15 @@ class RewardService:
         self._children.remove(child)
         self._dying.append(child.process)
 
-    def _settle(self, key: Key, outcome: Outcome, seconds: float, detail: str, reward: float = math.nan) -> None:
-        self._results.append(RewardResult(key, reward, outcome, seconds, detail))
+    def _settle(
+        self,
+        key: Key,
+        outcome: Outcome,
+        seconds: float,
+        detail: str,
+        found: tuple[float, str | None] = (math.nan, None),
+    ) -> None:
+        self._results.append(RewardResult(key, found[0], outcome, seconds, detail, found[1]))
         self.num_timeouts += outcome == "timeout"
         self.num_errors += outcome == "error"
         self.num_scored += outcome not in UNSCORED

@@ -16,6 +16,7 @@ MAX_ANSWER_BYTES = 4096
 MAX_SAMPLE_BYTES = 1 << 30
 """Largest sample; what a process gets at once is less than four times as much."""
 
+MAX_ANSWER_TEXT_BYTES = 500
 MAX_DETAIL = 500
 _HEADER = struct.Struct("<I")
 
@@ -53,7 +54,7 @@ class Sample(msgspec.Struct, array_like=True, frozen=True):
 class Answer(msgspec.Struct, array_like=True, frozen=True):
     """Process to rank. The first one has id 0: "ready", or "error" when a function cannot be loaded.
 
-    `last`: the process ends with this answer.
+    `last`: the process ends with this answer. `answer`: what the function read, at most MAX_ANSWER_TEXT_BYTES of UTF-8.
     """
 
     id: int
@@ -62,6 +63,7 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
     seconds: float
     detail: str
     last: bool = False
+    answer: str | None = None
 
 
 def frame(body: bytes) -> bytes:

@@ -37,7 +37,7 @@ def score(recipe: Recipe, completion: str = "", **facts: Any) -> Judgement:
 
 # --------------------------------------------------------------------------------------------- what a function gets
 def test_a_function_gets_the_facts_that_it_names():
-    assert score(Recipe([term("all_facts")]), **FACTS) == (1.0, "correct", "")
+    assert score(Recipe([term("all_facts")]), **FACTS) == (1.0, "correct", "", None)
     assert score(Recipe([term("all_facts")]), **FACTS | {"num_tokens": 8}).reward == 0.0
 
 
@@ -68,9 +68,9 @@ def test_a_function_that_cannot_be_called_fails_at_the_start(wrong, said):
 # ------------------------------------------------------------------------------------------------------------- sums
 def test_a_sum_is_weighted_and_the_first_function_says_what_is_right():
     both = Recipe([term("number"), term("length", weight=-0.5)])
-    assert score(both, "2.50") == (2.5 - 0.5 * 4, "correct", "")
-    assert score(both, "1.000000") == (1 - 0.5 * 8, "correct", "")  # worth -3, and right
-    assert score(both, "-1") == (-1 - 0.5 * 2, "wrong", "")
+    assert score(both, "2.50") == (2.5 - 0.5 * 4, "correct", "", None)
+    assert score(both, "1.000000") == (1 - 0.5 * 8, "correct", "", None)  # worth -3, and right
+    assert score(both, "-1") == (-1 - 0.5 * 2, "wrong", "", None)
     assert score(Recipe([term("length"), term("number")]), "-100").outcome == "correct"
 
 
@@ -93,23 +93,33 @@ def test_a_sum_that_overflows_is_an_error():
 def test_scale_replaces_the_number_by_what_the_outcome_is_worth(value, reward, outcome):
     recipe = Recipe([term("literal")], scale={"correct": 5.0, "wrong": -5.0})
     answer = Sample(1, b"", b"", {"value": value})
-    assert Scorer(recipe)([answer]) == [(reward, outcome, "")]
+    assert Scorer(recipe)([answer]) == [(reward, outcome, "", None)]
     named = Recipe([term("literal"), term("length", weight=0.5)], {"correct": 5.0, "wrong": -5.0, "unparsed": -1.0})
     worth = {"correct": 5.0, "wrong": -5.0, "unparsed": -1.0}[outcome]
-    assert Scorer(named)([Sample(1, b"", b"1234", {"value": value})]) == [(worth + 2.0, outcome, "")]
+    assert Scorer(named)([Sample(1, b"", b"1234", {"value": value})]) == [(worth + 2.0, outcome, "", None)]
+
+
+def test_the_answer_for_votes_is_that_of_the_first_function():
+    recipe = Recipe([term("literal"), term("length")], scale={"correct": 5.0, "wrong": -5.0})
+    long = "x" * 600
+    values = ["(1, 'correct', '42')", "(0, 'wrong', None)", f"(1, 'correct', '{long}a')", f"(1, 'correct', '{long}b')"]
+    judged = Scorer(recipe)([Sample(1, b"", b"", {"value": value}) for value in values])
+    assert [j[:2] for j in judged[:2]] == [(5.0, "correct"), (-5.0, "wrong")]
+    assert [j.answer for j in judged[:2]] == ["42", None]
+    assert all(len(j.answer or "") == 500 for j in judged[2:]) and judged[2].answer != judged[3].answer
 
 
 # -------------------------------------------------------------------------------------------------------- truncation
 def test_truncated_as_is():
-    assert score(Recipe([term("number")]), "3", truncated=True, purpose="train") == (3.0, "correct", "")
+    assert score(Recipe([term("number")]), "3", truncated=True, purpose="train") == (3.0, "correct", "", None)
 
 
 def test_truncated_wrong_does_not_ask_but_adds_the_others():
     recipe = Recipe([term("number"), term("length", weight=2.0)], truncated="wrong")
-    assert score(recipe, "text", truncated=True, purpose="train") == (8.0, "wrong", "")  # "text" is no number
-    assert score(recipe, "3", truncated=False, purpose="train") == (5.0, "correct", "")
+    assert score(recipe, "text", truncated=True, purpose="train") == (8.0, "wrong", "", None)  # "text" is no number
+    assert score(recipe, "3", truncated=False, purpose="train") == (5.0, "correct", "", None)
     scaled = Recipe([term("number")], {"correct": 5.0, "wrong": -5.0}, "wrong")
-    assert score(scaled, "3", truncated=True, purpose="evaluate") == (-5.0, "wrong", "")
+    assert score(scaled, "3", truncated=True, purpose="evaluate") == (-5.0, "wrong", "", None)
 
 
 def test_truncated_mask_leaves_it_out_of_training_and_keeps_the_order():
@@ -194,7 +204,7 @@ def test_a_bad_answer_spoils_no_other_of_its_batch(tmp_path, bad, outcome, said,
 def test_a_batch_may_hold_a_value_that_is_no_reward():
     recipe = Recipe([term("lengths", batch=2, calls="/dev/null"), term("length")])
     first, second = Scorer(recipe)([sample("aa", num_tokens=1), sample("bb", num_tokens=0)])
-    assert first == (4.0, "wrong", "")
+    assert first == (4.0, "wrong", "", None)
     assert second.outcome == "error" and "got str: 'none'" in second.detail
 
 

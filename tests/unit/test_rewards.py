@@ -49,7 +49,12 @@ def one(service: RewardService, completion: str = "", prompt: str = "", **metada
 def test_value_becomes_reward(shared: RewardService, value: str, reward: float, outcome: str) -> None:
     result = one(shared, do="literal", value=value)
     assert (result.reward, result.outcome, result.detail) == (reward, outcome, "")
-    assert type(result.reward) is float and 0 <= result.seconds < WAIT_S
+    assert type(result.reward) is float and 0 <= result.seconds < WAIT_S and result.answer is None
+
+
+def test_answer_that_the_function_read_comes_along(shared: RewardService) -> None:
+    result = one(shared, do="literal", value="(0.5, 'wrong', '\u221a2')")
+    assert (result.reward, result.outcome, result.answer) == (0.5, "wrong", "\u221a2")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +69,8 @@ def test_value_becomes_reward(shared: RewardService, value: str, reward: float, 
         ("(1.0, 'great')", "'great'"),
         ("(None, 'correct')", "NoneType"),
         ("(float('nan'), 'wrong')", "finite"),
-        ("(1.0, 'correct', 1)", "expected (reward"),
+        ("(1.0, 'correct', 1)", "expected the answer as text or None, got int"),
+        ("(1.0, 'correct', 'x', 1)", "expected (reward"),
         ("'x' * 50_000_000", "got str"),
         ("(1.0, 'x' * 50_000_000)", "expected (reward"),
         ("(1.0, ['correct'])", "expected (reward"),
