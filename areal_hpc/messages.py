@@ -94,7 +94,7 @@ class Credits(Message):
 class GroupFinished(Message):
     """Rollout -> controller: all answers of a group are scored; the tokens stay here until told where to go.
 
-    Arrays [num_samples], by sample index: reward (NaN where the outcome is timeout or error), outcome and finish
+    Arrays [num_samples], by sample index: reward (NaN without a score), outcome and finish
     (codes of logschema), num_response [tokens], first/last/mean_version, interruptions, start_s, finish_s.
     """
 

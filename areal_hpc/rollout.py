@@ -40,6 +40,7 @@ from areal_hpc.messages import (
 )
 from areal_hpc.preflight import CONTROLLER, RunClock, unusable
 from areal_hpc.reporting import Reporter
+from areal_hpc.rewards.backlog import Backlog
 from areal_hpc.rollout_state import Group, SavedGroup, snapshot
 from areal_hpc.seeds import sample_seed
 from areal_hpc.shipment import join
@@ -65,6 +66,7 @@ class Rollout:
         self.credits_to_grant = config.rollout.slots + config.trainer.group_size
         self.heard_s = time.monotonic()
         self.num_restarts_told = 0
+        self.backlog = Backlog(config.max_pending, lambda text: self.reporter.event("reward_backlog", text))
         self.stopped = self.healthy_end = False
 
     def run(self) -> bool:
@@ -115,16 +117,24 @@ class Rollout:
         if group is None:
             return
         group.completions[done.key[1]] = done
-        self.submit_reward(group.header, done)
+        self.submit_reward(group, done)
 
-    def submit_reward(self, header: AdmitGroup, done: Completion) -> None:
-        self.rewards.submit(done.key, header.prompt, self.compute.decode(done.tokens), header.metadata)
+    def submit_reward(self, group: Group, done: Completion) -> None:
+        header = group.header
+        facts = {
+            "num_tokens": len(done.tokens),
+            "max_new_tokens": self.config.rollout.max_new_tokens,
+            "prompt_tokens": len(group.prompt),
+            "truncated": done.finish == "length",
+            "purpose": header.purpose,
+        }
+        self.rewards.submit(done.key, header.prompt, self.compute.decode(done.tokens), header.metadata, facts)
 
     def take_rewards(self) -> bool:
         results = self.rewards.poll()
         if self.rewards.num_restarts > self.num_restarts_told:
             self.num_restarts_told = self.rewards.num_restarts
-            self.reporter.event("reward_worker_replaced", f"{self.num_restarts_told} replaced so far on this rank")
+            self.reporter.event("reward_process_replaced", f"{self.num_restarts_told} replaced so far on this rank")
         for result in results:
             group = self.groups.get(result.key[0])
             if group is None:
@@ -146,7 +156,10 @@ class Rollout:
             del self.groups[header.group_id]
 
     def grant_credits(self) -> None:
-        """Tell the controller about free places as soon as they suffice for a group, or nothing else runs."""
+        """Tell the controller about free places as soon as they suffice for a group, or nothing else runs; not while
+        too many answers wait for their reward."""
+        if self.backlog.holds(self.rewards.num_pending):
+            return
         if self.credits_to_grant >= self.config.trainer.group_size or (
             self.credits_to_grant and not self.engine.num_running
         ):
@@ -230,7 +243,7 @@ class Rollout:
         self.engine.submit([self.request(group, sample, saved.begun.get(sample, NOT_BEGUN)) for sample in unfinished])
         for sample, done in group.completions.items():
             if sample not in group.rewards:
-                self.submit_reward(header, done)
+                self.submit_reward(group, done)
         if group.is_complete:
             self.announce(group)
 

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from areal_hpc import logschema
-from areal_hpc.logschema import STEPS, TABLES, TRAJECTORIES, Code, Fate, Finish, Outcome
+from areal_hpc.logcodes import Code, Fate, Finish, Outcome
+from areal_hpc.logschema import STEPS, TABLES, TRAJECTORIES
 from areal_hpc.runlog import RunLog, RunLogError, RunLogWriter
 from areal_hpc.trajectory import Trajectory
 
@@ -120,7 +121,7 @@ def test_codes_may_be_given_as_integers_or_members(path):
     frame = RunLog(path).trajectories
     assert frame["outcome"].tolist() == ["timeout", "correct"]
     assert frame["finish"].tolist() == ["length", "eos"]
-    assert frame["outcome"].cat.categories.tolist() == ["correct", "wrong", "unparsed", "timeout", "error"]
+    assert frame["outcome"].cat.categories.tolist() == ["correct", "wrong", "unparsed", "timeout", "error", "truncated"]
 
 
 def test_text_beyond_the_width_is_cut_visibly_and_stays_distinct(path):
@@ -157,7 +158,7 @@ def test_unknown_numbers(path):
         ({"reward": ["good", "bad"]}, "column 'reward'"),
         ({"prompt_id": [1, 2]}, "column 'prompt_id'"),
         ({"outcome": ["correct", "right"]}, r"column 'outcome' .*\['right'\] not among correct, wrong"),
-        ({"outcome": [0, 5]}, "column 'outcome' .*codes run from 0 to 4"),
+        ({"outcome": [0, 6]}, "column 'outcome' .*codes run from 0 to 5"),
     ],
 )
 def test_wrong_rows_are_named_and_nothing_of_them_is_kept(path, change, message):
@@ -532,7 +533,7 @@ def test_codes_are_gapless_and_their_labels_lead_back(code):
 
 def test_the_order_of_codes_is_part_of_the_file_format():
     assert Finish.labels() == ("eos", "length")
-    assert Outcome.labels() == ("correct", "wrong", "unparsed", "timeout", "error")
+    assert Outcome.labels() == ("correct", "wrong", "unparsed", "timeout", "error", "truncated")
     assert Fate.labels() == ("consumed", "filtered", "excluded", "leftover", "dropped")
 
 
