@@ -77,7 +77,7 @@ def _rollout(config: Config, world: World, welcome: Welcome) -> Iterator[Rollout
     from areal_hpc.buckets import BucketPlan
     from areal_hpc.engines.transformers_engine import TransformersEngine
     from areal_hpc.models import eos_ids, load_model, load_tokenizer, named_weights
-    from areal_hpc.rewards import RewardService
+    from areal_hpc.rewards import Recipe, RewardService
     from areal_hpc.weights import WeightReceiver
     from areal_hpc.workflows.episodes import load_workflow
 
@@ -87,7 +87,7 @@ def _rollout(config: Config, world: World, welcome: Welcome) -> Iterator[Rollout
     with ExitStack() as stack:
         workflow = load_workflow(config.workflow.function) if config.workflow.function else None
         rewards = stack.enter_context(
-            RewardService(reward.function, num_workers=reward.workers, timeout_s=reward.timeout_s)
+            RewardService(Recipe.of(reward), num_workers=reward.workers, timeout_s=reward.timeout_s)
         )
         tokenizer = load_tokenizer(config.model.path)
         model = load_model(config.model.path, dtype=config.model.dtype)

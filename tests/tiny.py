@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 LETTERS = "abcdefgh"
@@ -49,3 +50,14 @@ def reward(prompt: str, completion: str, metadata: dict) -> tuple[float, str]:
     """Right if the answer has more letters of the first half of the alphabet than of the second."""
     first = sum(letter in LETTERS[:4] for letter in completion)
     return (5.0, "correct") if 2 * first > len(completion) else (-5.0, "wrong")
+
+
+slept: list[float] = []
+
+
+def slow_at_first(prompt: str, completion: str, metadata: dict, *, seconds: float) -> tuple[float, str]:
+    """The same, but every process takes `seconds` for its first answer."""
+    if not slept:
+        slept.append(seconds)
+        time.sleep(seconds)
+    return reward(prompt, completion, metadata)

@@ -1,10 +1,10 @@
-"""What is learnt: the model, its prompts, how answers are judged."""
+"""What is learnt: the model, its prompts, how it is measured."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from areal_hpc.config.types import Count, Seconds, Section, Text, Unit
+from areal_hpc.config.types import Count, Section, Text, Unit
 
 
 class ModelConfig(Section):
@@ -34,15 +34,6 @@ class DataConfig(Section):
     """Draw prompts in an order that depends on the seed and the epoch, instead of file order."""
     epochs: Annotated[Count, Unit("passes over the file")] | None = None
     """End of the run when the file has been read this often; null: repeat until the last step."""
-
-
-class RewardConfig(Section):
-    function: Text
-    """`package.module:function` or `/path/file.py:function` of (prompt, completion, metadata) -> reward."""
-    workers: Annotated[Count, Unit("processes per rollout rank")] = 1
-    """Processes in which answers are scored."""
-    timeout_s: Seconds = 10.0
-    """Longest time for one answer, counted from the start of its scoring."""
 
 
 class EvaluationConfig(Section):

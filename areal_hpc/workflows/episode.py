@@ -23,8 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_hpc.engines.base import Begun, Completion, Finish, Request
-from areal_hpc.reward_worker import BadReward, judge, one_line
-from areal_hpc.rewards import Outcome, RewardResult
+from areal_hpc.rewards import RewardResult
+from areal_hpc.rewards.functions import BadReward, judge
+from areal_hpc.rewards.service import Outcome
+from areal_hpc.rewards.wire import one_line
 from areal_hpc.trajectory import Key
 from areal_hpc.workflows.api import (
     Generate,
@@ -292,12 +294,12 @@ class Episode:
         """What its workflow says about it. Raises BadReward."""
         rewards, verdict = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
         if isinstance(rewards, list):
-            journal.rewards = [judge(reward)[0] for reward in rewards]
+            journal.rewards = [judge(reward).reward for reward in rewards]
             if len(rewards) != len(journal.turn_tokens):
                 raise BadReward(f"{len(rewards)} rewards for {len(journal.turn_tokens)} turns")
             rewards = sum(journal.rewards)
-        reward, outcome = judge(rewards if verdict is None else (rewards, verdict))
-        return RewardResult(self.key, reward, outcome, 0.0, "")
+        judged = judge(rewards if verdict is None else (rewards, verdict))
+        return RewardResult(self.key, judged.reward, judged.outcome, 0.0, "")
 
     def _fail(self, outcome: Outcome, detail: str) -> None:
         self.close()

@@ -11,7 +11,8 @@ from typing import Any, cast
 from areal_hpc.engines.base import Begun, Completion, Engine, Request
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.messages import AdmitGroup
-from areal_hpc.reward_worker import RewardError, full_name, load_function
+from areal_hpc.rewards.functions import load_function
+from areal_hpc.rewards.recipe import RewardError, Term
 from areal_hpc.trajectory import Key
 from areal_hpc.workflows.api import Generate, Prompt, Run, Workflow
 from areal_hpc.workflows.episode import End, Episode, Language, where_and_what
@@ -39,7 +40,7 @@ def load_workflow(name: str) -> Workflow:
         RunError: CONFIG, with the reason and file:line in the user's code.
     """
     try:
-        function: Any = load_function(full_name(name))
+        function: Any = load_function(Term(name).full_name)
     except RewardError:
         raise RunError(Exit.CONFIG, f"workflow {name!r}: write package.module:name or /path/file.py:name") from None
     except (Exception, SystemExit) as error:

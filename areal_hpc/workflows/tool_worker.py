@@ -1,6 +1,6 @@
 """The process in which what workflows run is run: `python -m areal_hpc.workflows.tool_worker PARENT_PID`.
 
-Frames of msgpack on stdin and stdout, as for rewards (reward_worker.py, whose parts this is made of). Each call is
+Frames of msgpack on stdin and stdout, as for rewards (rewards/process.py, whose parts this is made of). Each call is
 answered by "begun" once its function is imported, so that an import does not count as time of the call, and then by
 "done" or "error". It protects the rank from accidents; code written by a model needs the sandbox on top.
 """
@@ -10,20 +10,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import BinaryIO, Literal
+from collections.abc import Callable
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 
-from areal_hpc.reward_worker import (
-    RewardFunction,
-    describe,
-    die_with,
-    frame,
-    load_function,
-    one_line,
-    read_frame,
-    settle,
-)
+from areal_hpc.rewards.functions import describe, load_function
+from areal_hpc.rewards.process import die_with, settle
+from areal_hpc.rewards.wire import frame, one_line, read_frame
 
 MAX_ANSWER_BYTES = 1 << 22
 """Most that a call may return."""
@@ -45,7 +39,7 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     seconds: float = 0.0
 
 
-def call(functions: dict[str, RewardFunction], answers: BinaryIO, request: Call) -> Reply:
+def call(functions: dict[str, Callable[..., Any]], answers: BinaryIO, request: Call) -> Reply:
     """Load and call the function; whatever it raises, SystemExit included, is an error that says where."""
     began_s = time.monotonic()
     try:
@@ -62,17 +56,17 @@ def call(functions: dict[str, RewardFunction], answers: BinaryIO, request: Call)
 
 
 def send(answers: BinaryIO, reply: Reply) -> None:
-    answers.write(frame(reply))
+    answers.write(frame(msgspec.msgpack.encode(reply)))
     answers.flush()
 
 
 def main(arguments: list[str]) -> None:
     """Answer until the rank closes the pipe; does not return."""
     die_with(int(arguments[0]))
-    requests, descriptor = settle()
+    requests, descriptor = settle(None)
     answers = os.fdopen(descriptor, "wb")
     me = os.getpid()
-    functions: dict[str, RewardFunction] = {}
+    functions: dict[str, Callable[..., Any]] = {}
     decoder = msgspec.msgpack.Decoder(Call)
     while (body := read_frame(requests)) is not None:
         reply = call(functions, answers, decoder.decode(body))

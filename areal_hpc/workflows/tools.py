@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from areal_hpc import reward_worker
+from areal_hpc.rewards.child import environment
+from areal_hpc.rewards.wire import frame
 from areal_hpc.trajectory import Key
 from areal_hpc.workflows.tool_worker import MAX_ANSWER_BYTES, Call, Reply
 
@@ -158,7 +159,7 @@ class _Process:
             stderr=subprocess.DEVNULL,
             bufsize=0,
             start_new_session=True,
-            env=reward_worker.environment(),
+            env=environment(),
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._requests, self._answers = self._process.stdin, self._process.stdout
@@ -169,7 +170,7 @@ class _Process:
         """The answer, or None if there was none in time; after a death, the answer says so."""
         deadline_s = time.monotonic() + START_TIMEOUT_S
         try:
-            self._send(reward_worker.frame(call), deadline_s)
+            self._send(frame(msgspec.msgpack.encode(call)), deadline_s)
             reply = self._receive(deadline_s)
             if reply is not None and reply.kind == "begun":
                 reply = self._receive(time.monotonic() + timeout_s)
@@ -245,7 +246,7 @@ def reference(function: Callable[..., Any] | str) -> str:
         place, _, name = function.rpartition(":")
         if not place or not name.isidentifier():
             raise ValueError(f"{function!r}: write package.module:name or /path/file.py:name")
-        return reward_worker.full_name(function)
+        return f"{os.path.abspath(place)}:{name}" if place.endswith(".py") else function
     name, module = getattr(function, "__qualname__", "?"), sys.modules.get(getattr(function, "__module__", ""))
     if not name.isidentifier() or module is None:
         raise ValueError(f"{function!r} is no plain function that stands at the top of a file")
