@@ -222,5 +222,3 @@ def _bwrap(steps: list[list[Any]]) -> list[str]:
     else:
         user = ["--unshare-user", "--uid", str(UID), "--gid", str(UID)]
     return [place, *_BWRAP, *user, *bwrap_arguments(steps), "--chdir", "/tmp", "--"]
-
-
