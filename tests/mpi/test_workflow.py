@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,9 @@ import torch
 
 from areal_hpc.exits import Exit
 from areal_hpc.runlog import RunLog
-from tests import reference_episodes, runs
+from areal_hpc.sandbox.isolation import choose
+from areal_hpc.sandbox.limits import SandboxError
+from tests import reference_episodes, runs, tiny_python
 from tests.mpi.test_resume import OFTEN, stop_at
 from tests.runs import run, tiny_config
 
@@ -150,3 +153,42 @@ def test_what_goes_wrong_in_a_workflow_is_counted_and_the_run_goes_on(tiny_dir, 
     assert set(rows[rows.fate == "consumed"].num_turns) == {2}
     assert 0 <= finished.summary["pass1_after"] <= 1
     assert set(log.evaluations.outcome) >= {"correct", "error"}
+
+
+def test_the_built_in_workflow_runs_what_a_model_writes_in_the_sandbox(tmp_path):
+    """A model that likes to write lines of Python blocks; what its programs print is put in and not learnt from."""
+    from transformers import AutoTokenizer
+
+    try:
+        choose()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    tiny = tiny_python.make(tmp_path / "tiny")
+    config = tiny_config(
+        tiny,
+        tmp_path / "run",
+        steps=2,
+        reward={"function": f"{runs.TESTS / 'tiny_python.py'}:reward"},
+        workflow={"function": "areal_hpc.workflows.python_tool:workflow", "tool_workers": 2},
+        rollout={"max_prompt_tokens": 24, "max_new_tokens": 60},
+        trainer={"batch_size": 2},
+        log={"tokens": True},
+        evaluation={"at_start": False, "at_end": False},
+    )
+    finished = run(config)
+    finished.assert_done()
+    log, tokenizer = finished.log(), AutoTokenizer.from_pretrained(tiny / "model")
+    assert not log.events.kind.str.startswith("workflow").any(), log.events.text.tolist()
+    printed = []
+    for row in log.trajectories.query("fate == 'consumed'").itertuples():
+        kept = log.tokens(row.group_id, row.sample)
+        response, turns = kept["tokens"][kept["num_prompt"] :], kept["turns"]
+        borders = np.flatnonzero(np.diff(turns)) + 1
+        for before, part in pairwise(np.split(np.arange(len(turns)), borders)):
+            if turns[part[0]] < 0:
+                assert tokenizer.decode(response[before]).endswith("```output")
+                printed.append(tokenizer.decode(response[part]))
+        assert row.outcome == ("correct" if "42" in tokenizer.decode(response) else "wrong")
+        assert row.num_sampled == (turns >= 0).sum()
+    assert "\n42\n```\n" in printed, printed
+    assert any("division by zero" in text for text in printed) and any("no ```python" in text for text in printed)
