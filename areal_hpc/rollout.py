@@ -69,7 +69,7 @@ class Rollout:
         self.receive_s: dict[int, float] = {}
         self.credits_to_grant = config.rollout.slots + config.trainer.group_size
         self.heard_s = time.monotonic()
-        self.num_restarts_told = 0
+        self.num_restarts_told = self.num_tool_restarts_told = 0
         self.backlog = Backlog(config.max_pending, lambda text: self.reporter.event("reward_backlog", text))
         self.stopped = self.healthy_end = False
 
@@ -139,6 +139,9 @@ class Rollout:
             self.score(end.done, end.result)
             if group is not None and end.result is not None:
                 self.settle(group, end.result, "workflow")
+        if self.episodes is not None and self.episodes.num_restarts > self.num_tool_restarts_told:
+            self.num_tool_restarts_told = self.episodes.num_restarts
+            self.reporter.event("tool_process_replaced", f"{self.num_tool_restarts_told} replaced so far on this rank")
         return bool(ends)
 
     def submit_reward(self, group: Group, done: Completion) -> None:

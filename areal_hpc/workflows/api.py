@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # so that a tool process starts without numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
-from areal_hpc.engines.base import Finish
-from areal_hpc.messages import Purpose
+    from areal_hpc.engines.base import Finish
+    from areal_hpc.messages import Purpose
 
 Verdict = Literal["correct", "wrong", "unparsed"]
 Reward: TypeAlias = None | float | list[float] | tuple[float, Verdict] | tuple[list[float], Verdict]
 """What a workflow returns.
 
-None: the configured reward function scores the whole response. A number: reward of the last turn; earlier ones have 0.
+None: the configured reward scores the whole response, as without a workflow. A number: reward of the last turn; earlier
+ones have 0. What a workflow returns is taken as it is: `reward.scale`, `truncated` and `functions` do not touch it.
 A list: one reward for each turn (each `generate`). With or without a verdict; without one, a sum above 0 is correct.
 """
 

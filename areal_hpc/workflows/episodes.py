@@ -63,6 +63,11 @@ class Episodes:
         self._ends: list[End] = []
         self._look_s = time.monotonic() + LOOK_EVERY_S
 
+    @property
+    def num_restarts(self) -> int:
+        """Tool processes that had to be replaced."""
+        return self._compute.tools.num_restarts
+
     def begin(self, header: AdmitGroup, request: Request, journal: Journal | None = None) -> None:
         """Start an episode, or go on with one; `request` is that of a single turn with all the budget."""
         compute, sample = self._compute, request.key[1]

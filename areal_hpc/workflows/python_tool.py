@@ -10,11 +10,12 @@
     So the answer is 42.
 
 The model writes the block and the line ```output, by which its turn ends; the program runs in a sandbox, and what it
-printed comes back up to the closing ```, as environment. (Models that have learnt tool-integrated reasoning on
-mathematics write so.) The reward function scores the whole response. For other limits, write a workflow of one line:
+printed comes back up to the closing ```, as environment. The prompt has to say that this is how to answer; models that
+have learnt tool-integrated reasoning on mathematics write so. The reward function scores the whole response. For other
+limits, write a workflow of one line:
 
     async def workflow(prompt, engine):
-        return await converse(prompt, engine, max_runs=8, wall_s=20.0)
+        await converse(engine, max_runs=8, wall_s=20.0)
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from areal_hpc.workflows.api import Prompt, Reward, ToolError, ToolTimeout, WorkflowEngine
+from areal_hpc.workflows.api import Prompt, ToolError, ToolTimeout, WorkflowEngine
 
 STOP = "```output"
 MAX_RUNS = 4
@@ -43,13 +44,12 @@ except Exception as error:
 """
 
 
-async def workflow(prompt: Prompt, engine: WorkflowEngine) -> Reward:
+async def workflow(prompt: Prompt, engine: WorkflowEngine) -> None:
     """Up to MAX_RUNS programs of at most WALL_S each."""
-    return await converse(prompt, engine)
+    await converse(engine)
 
 
 async def converse(
-    prompt: Prompt,
     engine: WorkflowEngine,
     *,
     max_runs: int = MAX_RUNS,
@@ -59,7 +59,6 @@ async def converse(
     """Turns until one ends otherwise than by asking for output; after `max_runs` programs there is a last one.
 
     Args:
-        prompt: asks for the answer in this way; nothing is added to it.
         max_runs: programs that are run for one answer.
         wall_s: seconds that each may take; workflow.tool_timeout_s bounds it, too.
         output_chars: most of what a program printed; of more, beginning and end are shown.

@@ -619,6 +619,16 @@ def test_the_prepare_function_is_checked_too() -> None:
     assert found == "prepare.function: reward.py defines no make (line 4)"
 
 
+def test_the_workflow_is_checked_too_and_needs_an_engine_that_writes() -> None:
+    (found,) = errors(GOOD, ["workflow.function=reward.py:talk"])
+    assert found.startswith("workflow.function: reward.py defines no talk")
+    assert warnings(GOOD, ["workflow.function=areal_hpc.workflows.python_tool:workflow"]) == []
+    simulated = ["rollout.engine=simulated", "trainer.engine=simulated", "workflow.function=reward.py:score"]
+    (found,) = errors(GOOD, simulated)
+    assert found.startswith("workflow.function: cannot be used with rollout.engine = simulated")
+    assert warnings(GOOD + "workflow: {discount: 0.5}\n") == ["workflow: has no effect without workflow.function"]
+
+
 def test_checking_a_function_runs_none_of_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
     package = Path("lib/heavy")
     package.mkdir(parents=True)

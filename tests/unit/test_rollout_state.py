@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,6 +50,7 @@ from areal_hpc.simulation.clock import Clock
 from areal_hpc.simulation.engine import SimulatedEngine, response_length
 from areal_hpc.simulation.rewards import SimulatedRewards
 from areal_hpc.simulation.weights import SimulatedReceiver
+from areal_hpc.workflows.journal import Entry, Journal
 
 # ------------------------------------------------------------------------------------------------ arrays and back
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -71,12 +73,21 @@ def begun_samples(draw, at_least: int = 0) -> Begun:
 
 
 @st.composite
+def journals(draw) -> Journal:
+    kinds = st.sampled_from(["turn", "append", "run"])
+    entry = st.builds(Entry, kinds, st.binary(max_size=8), st.integers(0, 9), texts, st.binary(max_size=9))
+    return Journal(draw(st.lists(entry, max_size=4)), draw(st.none() | st.lists(st.floats(-9, 9), max_size=3)))
+
+
+@st.composite
 def saved_groups(draw, group_id: int) -> SavedGroup:
     num_samples = draw(st.integers(1, 4))
     metadata = draw(st.dictionaries(texts, values, max_size=3))
     header = AdmitGroup(group_id, draw(texts), draw(texts), metadata, num_samples, draw(st.integers(0, 99)))
-    group = SavedGroup(header, {}, {}, {})
+    group = SavedGroup(header, {}, {}, {}, {})
     for sample in range(num_samples):
+        if draw(st.booleans()):
+            group.journals[sample] = draw(journals())
         state = draw(st.sampled_from(["waiting", "partial", "finished", "scored"]))
         if state == "partial":
             group.begun[sample] = draw(begun_samples())
@@ -115,13 +126,15 @@ def assert_same(one: SavedGroup, other: SavedGroup) -> None:
         assert same_begun(done.begun, other.completions[sample].begun)
         assert (done.key, done.finish) == (other.completions[sample].key, other.completions[sample].finish)
     assert repr(one.rewards) == repr(other.rewards)  # NaN is not itself
+    assert one.journals == other.journals
 
 
 @hypothesis_settings(max_examples=150, deadline=None)
 @given(lists_of_groups(), st.randoms(use_true_random=False))
 def test_groups_come_back_as_they_were(groups, random):
     arrays = pack_groups(groups)
-    assert {name: str(array.dtype) for name, array in arrays.items()} == rollout_state.ARRAYS
+    expected = rollout_state.ARRAYS | (rollout_state.EPISODES if any(group.journals for group in groups) else {})
+    assert {name: str(array.dtype) for name, array in arrays.items()} == expected
     before_s = time.monotonic()
     again = unpack_groups(arrays)
     assert len(again) == len(groups)
@@ -163,10 +176,58 @@ def test_the_arrays_by_hand():
     assert [group.num_partial_tokens for group in example()] == [4, 1]
 
 
+def test_figures_of_episodes_by_hand():
+    """A scored episode of two turns, one whose terminal reward falls to its last turn, one that failed at once."""
+    tokens, ones = np.arange(5, dtype=np.int32), np.zeros(5, np.float32)
+    versions = np.array([1, 1, 2, 3, 3], np.int32)
+    whole = Completion((1, 0), tokens, ones, versions, "stop", 2, 5.0, 7.5)
+    nothing = Completion((1, 2), tokens[:0], ones[:0], versions[:0], "length", 0, 5.0, 5.0)
+    turns = [Entry("turn", b"", 2), Entry("append", b"", 2), Entry("run", b""), Entry("turn", b"", 1)]
+    late = [Entry("append", b"", 2), Entry("turn", b"", 2), Entry("turn", b"", 0), Entry("append", b"", 1)]
+    results = [RewardResult((1, s), r, o, 0.0, "") for s, r, o in [(0, 3.0, "correct"), (1, -1.0, "wrong")]]
+    results.append(RewardResult((1, 2), math.nan, "error", 0.0, "why"))
+    group = Group(
+        AdmitGroup(1, "p", "text", {}, 3, 7),
+        (8, 9),
+        {0: whole, 1: whole, 2: nothing},
+        dict(enumerate(results)),
+        {0: Journal(turns, [1.0, 2.0]), 1: Journal(late), 2: Journal([])},
+    )
+    figures = group.figures(RunClock(0.0))
+    assert figures["num_turns"].tolist() == [2, 2, 0]
+    assert figures["turn_reward"].tolist() == [1.0, 2.0, 0.0, -1.0] and figures["turn_tokens"].tolist() == [2, 1, 2, 0]
+    assert figures["num_response"].tolist() == [5, 5, 0] and figures["finish"].tolist() == [2, 2, 1]
+    assert figures["first_version"].tolist() == [1, 2, 7] and figures["last_version"].tolist() == [3, 3, 7]
+    assert figures["mean_version"] == pytest.approx([5 / 3, 2.5, 7.0])
+    assert group.trajectory(0).turns.tolist() == [0, 0, -1, -1, 1]
+    assert group.trajectory(1).turns.tolist() == [-1, -1, 0, 0, -1]
+    group.trajectory(0).validate()
+    assert {name: str(array.dtype) for name, array in figures.items()} == dict(GroupFinished.ARRAYS)
+
+
+def test_figures_without_a_workflow_are_single_turns():
+    group = Group(AdmitGroup(1, "p", "text", {}, 2, 0), (8,), {0: finished(1, 0), 1: finished(1, 1, 2)})
+    group.rewards |= {s: RewardResult((1, s), 5.0 - s, "correct", 0.0, "") for s in range(2)}
+    figures = group.figures(RunClock(0.0))
+    assert figures["num_turns"].tolist() == [1, 1] and figures["turn_tokens"].tolist() == [3, 2]
+    assert figures["turn_reward"].tolist() == figures["reward"].tolist() == [5.0, 4.0]
+    assert group.trajectory(0).turns is None
+
+
 def test_what_is_read_does_not_hold_the_file_in_memory():
     for group in unpack_groups(pack_groups(example())):
         for begun in [*group.begun.values(), *(done.begun for done in group.completions.values())]:
             assert begun.tokens.base is None and begun.logprobs.base is None and begun.versions.base is None
+
+
+def with_journals() -> list[SavedGroup]:
+    journal = Journal([Entry("turn", b"x", 2, "stop"), Entry("append", b"y", 1)], [1.0])
+    return [replace(group, journals={0: journal}) for group in example()]
+
+
+def changed_journals(**arrays) -> dict[str, np.ndarray]:
+    packed = pack_groups(with_journals())
+    return packed | {name: change(packed[name]) for name, change in arrays.items()}
 
 
 def changed(**arrays) -> dict[str, np.ndarray]:
@@ -188,6 +249,10 @@ def changed(**arrays) -> dict[str, np.ndarray]:
         (changed(header=lambda a: a[:-1]), "header has"),
         (changed(header=lambda a: a[::-1].copy()), "a group's header cannot be read"),
         (changed(detail=lambda a: a[:-1]), "detail has 17 entries, expected 18"),
+        (changed_journals(journal=lambda a: a[:-1]), "journal has"),
+        (changed_journals(journal=lambda a: a[::-1].copy()), "a journal of group 7 cannot be read"),
+        (changed_journals(journal_bytes=lambda a: a[:-1]), "journal_bytes has 4 entries, expected 5"),
+        ({k: v for k, v in changed_journals().items() if k != "journal"}, "not the arrays of saved groups"),
     ],
 )
 def test_arrays_that_contradict_each_other_are_refused(arrays, said):

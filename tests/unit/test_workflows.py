@@ -9,15 +9,34 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
+from areal_hpc.comm import Received
+from areal_hpc.compute import RolloutCompute
+from areal_hpc.config import Config
 from areal_hpc.engines.base import Completion, Request
 from areal_hpc.exits import Exit, RunError
-from areal_hpc.messages import AdmitGroup
+from areal_hpc.group_files import read_groups
+from areal_hpc.logschema import Outcome
+from areal_hpc.messages import (
+    AdmitGroup,
+    Credits,
+    DropGroups,
+    Event,
+    GroupFinished,
+    GroupsRestored,
+    GroupsSaved,
+    RestoreGroups,
+    SaveGroups,
+)
+from areal_hpc.preflight import RunClock
+from areal_hpc.rewards import RewardResult
+from areal_hpc.rollout import Rollout
 from areal_hpc.workflows import ToolTimeout
 from areal_hpc.workflows import episode as episode_module
 from areal_hpc.workflows.api import Generate, Prompt, Run
@@ -432,14 +451,14 @@ def test_an_unfinished_turn_must_be_asked_for_again():
 
 
 # ------------------------------------------------------------------------------------------------ a rank's episodes
-def rank_of(workflow, *, timeout_s=60.0, tool_timeout_s=20.0, **options) -> tuple[Episodes, WorkflowCompute, object]:
+def rank_of(workflow, *, timeout_s=60.0, num_slots=8) -> tuple:
     """Episodes on a real engine; its 29 tokens are the letters A.. and so on."""
     language = Language(
         more=lambda text: [ord(letter) - 64 for letter in text],
         read=lambda tokens: spelt(np.asarray(tokens) + 64),
     )
-    engine = engine_of(num_slots=8, **options)
-    compute = WorkflowCompute(workflow, language, ToolPool(1, tool_timeout_s), timeout_s)
+    engine = engine_of(num_slots=num_slots)
+    compute = WorkflowCompute(workflow, language, ToolPool(1, 20.0), timeout_s)
     return Episodes(compute, engine, engine.cancel), compute, engine
 
 
@@ -560,7 +579,7 @@ def test_dropped_episodes_are_gone_from_engine_and_tools():
         assert set(ends) == {(1, 0), (1, 1), (1, 2)}
 
 
-@pytest.mark.parametrize("steps", [0, 3, 12, 25])
+@pytest.mark.parametrize("steps", [3, 20])
 def test_a_snapshot_goes_on_in_another_rank_with_the_same_tokens(steps):
     whole, compute, engine = rank_of(talk)
     with compute.tools:
@@ -588,6 +607,137 @@ def test_a_snapshot_goes_on_in_another_rank_with_the_same_tokens(steps):
         assert np.array_equal(end.done.tokens, expected[key].done.tokens)
         assert end.journal.turn_tokens == expected[key].journal.turn_tokens
         assert np.abs(end.done.logprobs - expected[key].done.logprobs).max() < 1e-5
+
+
+# --------------------------------------------------------------------------------------------- the rollout's loop
+class Rank:
+    """A rollout rank with a real engine and 4 slots, 3 answers per prompt; the reward function gives 0.5 at once."""
+
+    config = Config.model_validate(
+        {
+            "model": {"path": "none"},
+            "data": {"train": "none"},
+            "reward": {"function": "none:none"},
+            "workflow": {"function": "none:none"},
+            "rollout": {"slots": 4, "max_prompt_tokens": 8, "max_new_tokens": 40},
+            "trainer": {"batch_size": 2, "group_size": 3},
+        }
+    )
+
+    def __init__(self, workflow, version: int = 0) -> None:
+        self.inbox, self.posted, self.scored, self.texts = [], [], [], {}
+        world = SimpleNamespace(
+            rank=2,
+            poll=lambda: self.inbox.pop(0) if self.inbox else None,
+            post=lambda rank, message, arrays=None: self.posted.append((message, arrays)),
+            check=SimpleNamespace(duplicates=0, stale=0),
+        )
+        _, self.episodes, self.engine = rank_of(workflow, num_slots=4)
+        self.engine.version = version
+        rewards = SimpleNamespace(num_restarts=0, num_pending=0, submit=self.submit, poll=self.rewards)
+        receiver = SimpleNamespace(begin=lambda version: None, poll=lambda: None)
+        language = self.episodes.language
+        compute = RolloutCompute(language.more, language.read, self.engine, receiver, rewards, self.episodes)
+        self.rollout = Rollout(self.config, world, RunClock(0.0), compute)
+
+    def submit(self, key, prompt, completion, metadata, facts) -> None:
+        self.scored.append(RewardResult(key, 0.5, "correct", 0.0, ""))
+        self.texts[key] = completion
+
+    def rewards(self) -> list[RewardResult]:
+        results, self.scored = self.scored, []
+        return results
+
+    def tell(self, message, group_ids=()) -> Rank:
+        self.inbox.append(Received(0, message, {"group_id": np.array(group_ids, np.int64)}))
+        return self
+
+    def loop(self, until=lambda: True, timeout_s: float = 60.0) -> Rank:
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            assert time.monotonic() < deadline_s
+            self.rollout.handle_messages()
+            self.rollout.decode()
+            self.rollout.take_episodes()
+            self.rollout.take_rewards()
+            self.rollout.report_saved()
+            self.rollout.grant_credits()
+            if until() and not self.inbox:
+                return self
+
+    def said(self, kind) -> list:
+        return [(message, arrays) for message, arrays in self.posted if isinstance(message, kind)]
+
+    @property
+    def free(self) -> int:
+        return sum(m.num_samples for m, _ in self.said(Credits)) + self.rollout.credits_to_grant
+
+    def finished(self) -> dict[int, dict]:
+        return {message.group_id: arrays for message, arrays in self.said(GroupFinished)}
+
+
+def admit(group_id: int) -> AdmitGroup:
+    return AdmitGroup(group_id, f"p{group_id}", "CAB" + "DEF"[: group_id % 3], {}, 3, 0)
+
+
+def test_places_are_free_again_when_episodes_end_or_are_dropped_wherever_they_are():
+    rank = Rank(talk)
+    with rank.episodes.tools:
+        assert rank.free == 4 + 3
+        rank.tell(admit(0)).tell(admit(1)).tell(admit(2)).loop()
+        rank.loop(lambda: len(rank.rollout.episodes._compute.tools._pending) > 0 and rank.engine.num_waiting > 0)
+        assert rank.free == 7
+        rank.tell(DropGroups(), [0, 2]).loop()
+        assert rank.free == 7 + 6 and set(rank.rollout.groups) == {1}
+        rank.loop(lambda: 1 in rank.finished())
+        assert rank.free == 7 + 9 and rank.engine.num_running == rank.engine.num_waiting == 0
+        assert rank.finished()[1]["num_turns"].tolist() == [5, 5, 5]
+        assert rank.finished()[1]["turn_reward"].tolist() == [0, 0, 0, 0, 5.0] * 3
+
+
+@pytest.mark.parametrize("wait_for", [0, 3])
+def test_episodes_of_a_rank_survive_it(tmp_path, wait_for):
+    """Saved with so many episodes ended, taken up by another rank: the same tokens, turns and rewards."""
+
+    async def mostly_scored(prompt, engine):
+        reward = await talk(prompt, engine)
+        return None if prompt.sample == 1 else reward
+
+    whole, first, second = Rank(mostly_scored), Rank(mostly_scored), Rank(mostly_scored)
+    with whole.episodes.tools, first.episodes.tools, second.episodes.tools:
+        whole.tell(admit(0)).tell(admit(1)).loop(lambda: len(whole.finished()) == 2)
+        first.tell(admit(0)).tell(admit(1))
+        first.loop(lambda: sum(len(g.completions) for g in first.rollout.groups.values()) >= wait_for)
+        path = tmp_path / "groups"
+        first.tell(SaveGroups(1, str(path))).loop(lambda: bool(first.said(GroupsSaved)))
+        saved = {group.header.group_id: group for group in read_groups(path, [0, 1])}
+        assert sum(len(group.journals) for group in saved.values()) == 6
+        second.tell(RestoreGroups(str(path)), [0, 1]).loop(lambda: len(second.finished()) == 2)
+        (restored,) = [message for message, _ in second.said(GroupsRestored)]
+        assert restored.num_finished_samples == sum(len(group.completions) for group in saved.values()) >= wait_for
+        for group_id, figures in whole.finished().items():
+            for name in ("reward", "num_response", "num_turns", "turn_reward", "turn_tokens", "outcome", "finish"):
+                assert second.finished()[group_id][name].tolist() == figures[name].tolist(), name
+            for sample in range(3):
+                one, other = (rank.rollout.groups[group_id].trajectory(sample) for rank in (whole, second))
+                assert np.array_equal(one.tokens, other.tokens) and np.array_equal(one.turns, other.turns)
+                assert np.abs(one.logprobs - other.logprobs).max() < 1e-5
+        assert second.free == 7 + 6
+        assert {key: second.texts[key] for key in second.texts} == {key: whole.texts[key] for key in second.texts}
+
+
+def test_failures_are_told_with_place_and_reason_and_evaluations_go_the_same_way():
+    rank = Rank(users.often_wrong)
+    held_out = AdmitGroup(-1, "h", "CAB", {}, 1, 0, "evaluate")
+    with rank.episodes.tools:
+        for group_id in range(4):
+            rank.tell(admit(group_id))
+        rank.tell(held_out).loop(lambda: len(rank.finished()) == 5)
+        told = [message.text for message, _ in rank.said(Event) if message.kind == "workflow_error"]
+        outcomes = np.concatenate([arrays["outcome"] for arrays in rank.finished().values()])
+        assert len(told) == (outcomes == Outcome.ERROR).sum() >= 3
+        assert all(text.startswith("group ") and " sample " in text for text in told)
+        assert -1 not in rank.rollout.groups and set(rank.rollout.groups) == {0, 1, 2, 3}
 
 
 # -------------------------------------------------------------------------------------------------------- tools
