@@ -16,7 +16,7 @@ FLOORS = [
     logschema activity seeds waiting signals shipment faults compute slurmfacts placement
     jobspec batchscript slurmrules slurmstate""",
     "packing advantages losses models sampling controller_state learner buckets",
-    """comm mpi_start warm_blocks process_group weights runlog runlog_writer datasets reward_worker rewards rundir
+    """comm mpi_start warm_blocks process_group weights runlog runlog_writer data reward_worker rewards rundir
     engines
     checkpoint checkpoint_files ownership attempts preflight reporting rollout_state group_files bookkeeping
     evaluation progress simulation backends hetjob desk saver resuming""",
@@ -33,9 +33,11 @@ ROOMS = {
     "pydantic": {"config", "sweep.spec", "hetjob"},
     "submitit": {"hetjob"},
     "safetensors": {"checkpoint_files"},
+    "pyarrow": {"data.columnar"},
+    "reasoning_gym": {"data.gym"},
     "rich": {"liveview", "check", "bench.report"},
 }
-NO_TORCH = f"""{FLOORS[0]} packing advantages controller_state comm runlog runlog_writer datasets reward_worker rewards
+NO_TORCH = f"""{FLOORS[0]} packing advantages controller_state comm runlog runlog_writer data reward_worker rewards
     bookkeeping evaluation progress controller preflight reporting rollout_state group_files trainer rollout rank
     backends simulation sweep checkpoint checkpoint_files ownership attempts""".split()
 FLOOR_OF = {name: number for number, line in enumerate(FLOORS) for name in line.split()}

@@ -11,14 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_hpc.datasets import DatasetError, Prompt, PromptSource, read_prompts
+from areal_hpc.config import DataConfig
+from areal_hpc.config.sources import SourceConfig
+from areal_hpc.data import DatasetError, Prompt, PromptSource
+from areal_hpc.data.reading import read_prompts
 from areal_hpc.exits import Exit
 
 GOOD = b'{"id": "a", "prompt": "1+1=", "answer": 2}\n{"id": 7, "prompt": "2+2=", "tests": ["x"]}\n'
 
 
 def read(path: Path) -> list[Prompt]:
-    return read_prompts(path, prompt_field="prompt", id_field="id")
+    return read_prompts(SourceConfig(path=str(path)), DataConfig(train=str(path))).prompts
 
 
 def problems(path: Path, content: bytes) -> list[str]:
@@ -43,7 +46,10 @@ def test_everything_but_prompt_and_id_is_metadata(path: Path) -> None:
 
 def test_other_field_names(path: Path) -> None:
     path.write_text('{"question": "q", "id": "kept", "key": "k"}\n')
-    assert read_prompts(path, prompt_field="question", id_field="key") == [Prompt("k", "q", {"id": "kept"})]
+    data = DataConfig(train=str(path), prompt_field="question", id_field="key")
+    assert read_prompts(data.train_sources[0], data).prompts == [Prompt("k", "q", {"id": "kept"})]
+    source = SourceConfig(path=str(path), prompt_field="question", id_field="key")
+    assert read_prompts(source, DataConfig(train="x")).prompts == [Prompt("k", "q", {"id": "kept"})]
 
 
 def test_a_line_without_id_is_named_by_its_line_number_blank_lines_counted(path: Path) -> None:
@@ -188,9 +194,10 @@ def test_utf16_is_named(path: Path) -> None:
 
 
 def test_no_such_file_and_a_directory(tmp_path: Path) -> None:
-    for place, reason in ((tmp_path / "none", "No such file or directory"), (tmp_path, "Is a directory")):
-        with pytest.raises(DatasetError, match=f"{place}: cannot be read: {reason}"):
-            read(place)
+    with pytest.raises(DatasetError, match=f"{tmp_path}/none: cannot be read: No such file or directory"):
+        read(tmp_path / "none")
+    with pytest.raises(DatasetError, match=f"{tmp_path}: holds no JSONL, JSON, Parquet or Arrow file"):
+        read(tmp_path)
 
 
 def test_a_torn_gzip_file_says_where_and_keeps_what_was_found_before(path: Path) -> None:
