@@ -79,12 +79,13 @@ def _plain(
     prompt_field, id_field = source.prompt_field or data.prompt_field, source.id_field or data.id_field
     if prompt_field not in values:
         bad(prompt_field, f"is missing (data.prompt_field), {has(values)}")
+    row = Fields(dict(values), source, "")
     text, identity = values.pop(prompt_field), values.pop(id_field, number)
     if not isinstance(text, str) or not text.strip():
         bad(prompt_field, f"must be text that is not blank, got {shown(text)}")
     if source.answer_field is not None:
-        answer = Fields(values, source, "").answer()
-        values.pop(source.answer_field)
+        answer = row.answer()
+        values.pop(source.answer_field, None)
         values["answer"] = answer
     solution = values.get("answer")
     return Made(text, values, solution if isinstance(solution, str) else ""), id_field, identity

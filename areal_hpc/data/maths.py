@@ -8,7 +8,7 @@ from areal_hpc.data.fields import Fields, Made
 from areal_hpc.data.prompts import bad
 
 PROMPT = ("problem", "question", "prompt")
-_BOX = re.compile(r"\\f?boxed\s*(?=[{\w\\])")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w\\])")
 
 
 def maths(row: Fields) -> Made:
@@ -17,6 +17,8 @@ def maths(row: Fields) -> Made:
     solution = row.optional("solution")
     if row.find("answer", setting="answer_field") is not None:
         answer = row.answer("answer")
+        if "####" in answer:
+            bad("answer", "is a solution with ####; layout gsm8k takes the answer out of it")
         answer = (boxed(answer) or answer) if _BOX.match(answer) else answer
     else:
         found = boxed(row.text("solution"))

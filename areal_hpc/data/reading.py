@@ -48,6 +48,7 @@ def read_prompts(source: SourceConfig, data: DataConfig) -> Loaded:
     """
     loaded, first_place = Loaded(), dict[str, str]()
     broken: list[str] = []
+    num_bad = 0
     try:
         for row in rows_of(source, data):
             try:
@@ -58,14 +59,15 @@ def read_prompts(source: SourceConfig, data: DataConfig) -> Loaded:
                     bad(named, f"{shown(prompt.prompt_id)} names the prompt of {_where(first, source)} already")
                 loaded.prompts.append(prompt)
             except (ValueError, RecursionError) as error:
-                loaded.bad.append(f"{row.place}: {error}")
+                num_bad += 1
+                if num_bad <= max(SHOWN, data.max_bad_lines):
+                    loaded.bad.append(f"{row.place}: {error}")
     except DatasetError as error:
         broken = error.problems
     if not loaded.prompts and not loaded.bad and not broken:
         broken = [f"{source.path}: the file holds no prompt"]
-    if broken or len(loaded.bad) > data.max_bad_lines:
-        problems = [*loaded.bad, *broken]
-        raise DatasetError(problems[:SHOWN], len(problems))
+    if broken or num_bad > data.max_bad_lines:
+        raise DatasetError([*loaded.bad[: SHOWN - len(broken)], *broken], num_bad + len(broken))
     if not loaded.prompts:
         raise DatasetError([f"{source.path}: no line can be used; the first: {loaded.bad[0]}"])
     return loaded
