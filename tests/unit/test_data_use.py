@@ -313,5 +313,11 @@ def test_another_mixture_or_chat_is_another_run() -> None:
     one, two = {"path": "one.jsonl"}, {"path": "two.jsonl"}
     saved = config(train=[one, two]).model_dump(mode="json")
     assert differences(saved, config(train=[one, two])) == []
-    assert differences(saved, config(train=[one, {**two, "weight": 2}]))[0].startswith("data.train was ")
-    assert differences(saved, config(train=[one, two], chat={"system": "x"}))[0].startswith("data.chat was ")
+    assert differences(saved, config(train=[one, {**two, "weight": 2}])) == ["data.train[1].weight was 1.0, is 2.0"]
+    assert differences(saved, config(train=[one, two], chat={"system": "x"})) == ["data.chat.system was None, is x"]
+    assert differences(saved, config(train="one.jsonl"))[0].startswith("data.train was [{")
+    assert differences(config(train="one.jsonl").model_dump(mode="json"), config(train="two.jsonl")) == [
+        "data.train was one.jsonl, is two.jsonl"
+    ]
+    del saved["data"]["chat"]
+    assert differences(saved, config(train=[one, two])) == [], "a setting that did not exist then"
