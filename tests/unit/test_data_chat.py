@@ -61,16 +61,18 @@ def test_system_and_examples_without_a_template(solved: dict[str, str]) -> None:
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     """A real one: the template goes through the code of transformers."""
-    from tokenizers import Tokenizer, decoders, models
+    from tokenizers import Tokenizer, decoders, models, processors
     from transformers import PreTrainedTokenizerFast
 
     raw = Tokenizer(models.BPE(vocab={**{chr(i): i for i in range(256)}, "<s>": 256}, merges=[]))
     raw.decoder = decoders.Fuse()
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
     return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>")
 
 
 def test_a_template_of_a_file_with_examples_as_turns(tokenizer: Any, solved: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    assert chat().encoder(tokenizer)("x")[0] == 256, "without a template it is the tokenizer that begins with <s>"
     settings = {"template": str(tmp_path / "chat.jinja"), "system": "Be brief.", "few_shot": 1, "examples": solved}
     ids = chat(**settings).encoder(tokenizer)("5+1?")
     assert ids[0] == 256 and 256 not in ids[1:], "the template writes <s>, the tokenizer does not"

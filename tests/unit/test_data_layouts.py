@@ -316,6 +316,7 @@ def test_a_pickle_that_would_run_something_is_refused_and_nothing_runs(monkeypat
         (base64.b64encode(zlib.compress(pickle.dumps("[]"))[:-3]).decode(), "is cut off, or something follows"),
         (base64.b64encode(zlib.compress(pickle.dumps("[]")) + b"x").decode(), "is cut off, or something follows"),
     ],
+    ids=lambda value: value[-30:],
 )
 def test_private_tests_that_are_not_what_they_should_be(private: str, reason: str) -> None:
     said = refused("livecodebench", problem(private_test_cases=private))
