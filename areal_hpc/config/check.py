@@ -34,7 +34,7 @@ from areal_hpc.config.schema import (
     settings,
     without_item,
 )
-from areal_hpc.config.types import Section
+from areal_hpc.config.types import has_half_character
 from areal_hpc.exits import Exit, RunError
 
 Places = dict[str, tuple[float, str]]
@@ -319,17 +319,8 @@ def _unstorable(config: Config) -> Iterator[Problem]:
             value = getattr(value, part, None)
         if isinstance(value, int) and value > _LARGEST:
             yield Problem(setting.name, f"must be at most 2^63 - 1, got {shown(value)}")
-        elif not setting.is_section and _has_half_character(value):
+        elif not setting.is_section and has_half_character(value):
             yield Problem(setting.name, f"must be text, got half a character in {shown(value)}")
-
-
-def _has_half_character(value: Any) -> bool:
-    if isinstance(value, Section):
-        return any(_has_half_character(getattr(value, name)) for name in type(value).model_fields)
-    if isinstance(value, (dict, tuple, list)):
-        inside = [*value, *value.values()] if isinstance(value, dict) else value
-        return any(map(_has_half_character, inside))
-    return isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def _unknown(loc: tuple[str, ...]) -> Problem:
