@@ -7,7 +7,7 @@ from typing import Any
 from areal_hpc.checkpoint import Found, read_json
 from areal_hpc.config import Config
 from areal_hpc.controller_state import ControllerState, Rules
-from areal_hpc.datasets import PromptSource
+from areal_hpc.data import Source
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.saver import STATE
 
@@ -15,11 +15,12 @@ FIXED = (
     "seed",
     "data.train",
     "data.shuffle",
+    "data.chat",
     "trainer.batch_size",
     "trainer.group_size",
     *(f"reward.{name}" for name in ("function", "kwargs", "functions", "scale", "truncated")),
 )
-"""Settings that must be those of the checkpoint: the count of prompts, or what rewards mean, depends on them."""
+"""Settings that must be those of the checkpoint: which prompts come next, or what rewards mean, depends on them."""
 
 
 class SavedRun:
@@ -43,15 +44,15 @@ class SavedRun:
             f"from {self.path.name} of attempt {self.found.attempt}: version {self.version}, {len(self._groups)} groups"
         )
 
-    def begin(self, rules: Rules, source: PromptSource) -> ControllerState:
+    def begin(self, rules: Rules, source: Source) -> ControllerState:
         """The controller's state to go on with; the prompt source is moved on.
 
         Raises:
             RunError: CONFIG, the data set is not the one of the checkpoint.
         """
-        epoch, index = self._state["cursor"]
         try:
-            source.seek((epoch, index))
+            _same_data(self._state.get("data"), source.digests())
+            source.seek(self._state["cursor"])
         except ValueError as error:
             raise RunError(Exit.CONFIG, f"cannot resume from {self.path}: {error}") from None
         return ControllerState.resume(rules, self._state)
@@ -59,6 +60,16 @@ class SavedRun:
     def group(self, group_id: int) -> tuple[str, str]:
         """(Prompt id, name of the file that holds it) of a group of the checkpoint."""
         return self._groups[group_id]
+
+
+def _same_data(saved: dict[str, Any] | None, now: dict[str, Any]) -> None:
+    """Raises ValueError: prompts have changed since, so that no cursor means what it meant."""
+    for name, (num_prompts, digest) in (saved or {}).items():
+        num_now, digest_now = now.get(name, (0, ""))
+        if num_now != num_prompts:
+            raise ValueError(f"{name} had {num_prompts:,} prompts then and has {num_now:,} now; bring them back")
+        if digest_now != digest:
+            raise ValueError(f"{name} has as many prompts as then, but not the same ones; bring them back")
 
 
 def differences(saved: dict[str, Any], config: Config) -> list[str]:
