@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
+from areal_hpc.exits import Exit
+from areal_hpc.faults import VARIABLE
+from areal_hpc.runlog import RunLog
 from tests.runs import processes_of, run, tiny_config
 
 pytestmark = pytest.mark.mpi
@@ -101,3 +105,24 @@ def test_without_refill_batches_are_smaller_and_counted(both):
     assert log.steps.num_filtered.iloc[-1] == (groups.fate == "filtered").sum()
     places = log.steps.num_consumed.iloc[-1] + 4 * log.steps.num_empty_batches.iloc[-1]
     assert places == log.steps.num_groups.sum() + log.steps.num_filtered.iloc[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["exception@reward.score#3*40", "kill@reward.score#3*40"])
+def test_a_lost_reward_rank_ends_the_attempt_and_the_next_one_scores_anew(fault, tiny_dir, tmp_path):
+    config = tiny_config(
+        tiny_dir, tmp_path / "run", mode="sync", steps=4, reward={"ranks": 1}, checkpoint={"every_s": 0.001}
+    )
+    config["reward"]["function"] = f"{TINY}:reward"
+    first = run(config, environment={VARIABLE: fault})
+    assert first.returncode != 0
+    if fault.startswith("exception"):
+        assert first.returncode == Exit.FAILED and "rank 3 (reward)" in first.stderr
+    second = run(config)
+    second.assert_done()
+    assert second.summary["versions"] == 4
+    parts = [RunLog(config["run_dir"], attempt) for attempt in (1, 2)]
+    trained = pd.concat([log.trajectories.query("fate == 'consumed'") for log in parts])
+    trained = trained.drop_duplicates(["group_id", "sample"], keep="last")
+    assert len(trained) == 4 * 4 * 4 and (trained.reward.abs() == 5).all()
+    assert processes_of(config) == []
