@@ -1,6 +1,6 @@
 """What mpiexec and srun start: one rank of a run.
 
-    python -m areal_hpc.rank RUN/attempt_N [--component head|trainer|rollout]
+    python -m areal_hpc.rank RUN/attempt_N [--component head|trainer|rollout|reward]
 
 How a rank ends. Healthy: the controller sends Stop, the rank answers Farewell and finalizes MPI. A failure on any
 rank goes to the controller as RankFailed; the controller writes down why, sends Stop to all, and returns the exit
@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from areal_hpc import signals
 from areal_hpc.attempts import BEGIN, End, write_end
-from areal_hpc.backends import rollout_compute, trainer_compute
+from areal_hpc.backends import reward_compute, rollout_compute, trainer_compute
 from areal_hpc.codec import Codec
 from areal_hpc.comm import World
 from areal_hpc.config import Config, load_resolved
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> tuple[int, bool]:
     """The life of this rank; returns its exit code and whether it may end as a process usually does."""
     parser = argparse.ArgumentParser(prog="areal_hpc.rank", description="one rank of a run; started by mpiexec or srun")
     parser.add_argument("attempt_dir", type=Path)
-    parser.add_argument("--component", choices=["head", "trainer", "rollout"])
+    parser.add_argument("--component", choices=["head", "trainer", "rollout", "reward"])
     arguments = parser.parse_args(argv)
     for name in OFFLINE:
         os.environ[name] = "1"
@@ -227,16 +227,16 @@ def say_farewell(world: World, stop: Stop, timeout_s: float) -> list[int]:
     return sorted(silent)
 
 
-# ------------------------------------------------------------------------------------------ trainer and rollout
+# ------------------------------------------------------------------------------------------------- other ranks
 def run_other(config: Config, world: World, run_dir: RunDir) -> tuple[int, bool]:
-    """A trainer or rollout rank. It passes signals on to the controller, who decides. Ctrl-C is for the controller."""
+    """Any other rank. It passes signals on to the controller, who decides. Ctrl-C is for the controller."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signals.catch(signal.SIGTERM, signals.SAVE_AND_REQUEUE)
     code, healthy = Exit.DONE, False
     try:
         clock, welcome = join(world, config)
-        run = run_trainer if role_of(world.rank, config) == "trainer" else run_rollout
-        healthy = run(config, world, clock, welcome, run_dir)
+        runs = {"trainer": run_trainer, "rollout": run_rollout, "reward": run_reward}
+        healthy = runs[role_of(world.rank, config)](config, world, clock, welcome, run_dir)
     except Exception as error:
         log.exception("this rank failed")
         failure = as_run_error(error)
@@ -277,6 +277,13 @@ def run_rollout(config: Config, world: World, clock: RunClock, welcome: Welcome,
 
     with rollout_compute(config, world, welcome) as compute:
         return Rollout(config, world, clock, compute).run()
+
+
+def run_reward(config: Config, world: World, clock: RunClock, welcome: Welcome, run_dir: RunDir) -> bool:
+    from areal_hpc.reward_rank import RewardRank
+
+    with reward_compute(config) as rewards:
+        return RewardRank(config, world, clock, rewards).run()
 
 
 def leave(code: int, healthy: bool) -> NoReturn:

@@ -20,10 +20,10 @@ FLOORS = [
     engines
     checkpoint checkpoint_files ownership attempts preflight reporting rollout_state group_files bookkeeping
     evaluation progress simulation backends hetjob desk saver resuming""",
-    "controller trainer rollout",
+    "controller trainer rollout reward_rank",
     "rank attempt launch liveview check export submission sweep cli demo bench doctor",
 ]
-ROLES = {"controller", "trainer", "rollout"}
+ROLES = {"controller", "trainer", "rollout", "reward_rank"}
 ROOMS = {
     "mpi4py": {"comm"},
     "h5py": {"runlog", "runlog_writer"},
@@ -38,8 +38,8 @@ ROOMS = {
     "rich": {"liveview", "check", "bench.report"},
 }
 NO_TORCH = f"""{FLOORS[0]} packing advantages controller_state comm runlog runlog_writer data rewards
-    bookkeeping evaluation progress controller preflight reporting rollout_state group_files trainer rollout rank
-    backends simulation sweep checkpoint checkpoint_files ownership attempts""".split()
+    bookkeeping evaluation progress controller preflight reporting rollout_state group_files trainer rollout
+    reward_rank rank backends simulation sweep checkpoint checkpoint_files ownership attempts""".split()
 FLOOR_OF = {name: number for number, line in enumerate(FLOORS) for name in line.split()}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
