@@ -75,11 +75,18 @@ def _same_data(saved: dict[str, Any] | None, now: dict[str, Any]) -> None:
 def differences(saved: dict[str, Any], config: Config) -> list[str]:
     """What forbids to go on with another configuration, one line each."""
     now = config.model_dump(mode="json")
-    return [
-        f"{name} was {_get(saved, name)}, is {_get(now, name)}"
-        for name in FIXED
-        if _get(saved, name, default=_get(now, name)) != _get(now, name)
-    ]
+    before = {name: _get(saved, name, default=_get(now, name)) for name in FIXED}
+    return [line for name, value in before.items() for line in _changes(name, value, _get(now, name))]
+
+
+def _changes(name: str, before: Any, now: Any) -> list[str]:
+    """One line for each setting that differs, however deep it lies."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return [line for key in now for line in _changes(f"{name}.{key}", before.get(key), now[key])]
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        pairs = enumerate(zip(before, now, strict=True))
+        return [line for i, (old, new) in pairs for line in _changes(f"{name}[{i}]", old, new)]
+    return [f"{name} was {before}, is {now}"] if before != now else []
 
 
 def _get(settings: Any, name: str, default: Any = None) -> Any:

@@ -23,7 +23,17 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from areal_hpc import slurmrules  # noqa: F401 - its rules join those of rules.py
 from areal_hpc.config import Config, datarules  # noqa: F401 - so do its
 from areal_hpc.config.rules import Problem, broken_rules
-from areal_hpc.config.schema import Setting, items_of, list_members, members, nearest, required_under, settings
+from areal_hpc.config.schema import (
+    Setting,
+    in_list,
+    items_of,
+    list_members,
+    members,
+    nearest,
+    required_under,
+    settings,
+    without_item,
+)
 from areal_hpc.exits import Exit, RunError
 
 Places = dict[str, tuple[float, str]]
@@ -249,9 +259,8 @@ def _validate(data: dict[str, Any]) -> tuple[Config | None, list[Problem]]:
         return Config.model_validate(data), []
     except ValidationError as error:
         found = dict(_translate(error))
-    broken = {tuple(part.partition("[")[0] for part in path[: _items_begin(path)]) for path in found}
     try:
-        config = Config.model_validate(_repaired(data, broken))
+        config = Config.model_validate(_repaired(data, {without_item(path) for path in found}))
     except ValidationError:  # pragma: no cover - a part that cannot be cut out; its problem is reported all the same
         config = None
     return config, list(found.values())
@@ -273,7 +282,7 @@ def _repaired(data: dict[str, Any], broken: set[tuple[str, ...]], path: tuple[st
 def _translate(error: ValidationError) -> Iterator[tuple[tuple[str, ...], Problem]]:
     """(Path in the data, problem) of everything pydantic found; a field that has several errors counts once."""
     for entry in error.errors(include_url=False, include_context=False):
-        loc, item = _in_list(entry["loc"])
+        loc, item = in_list(entry["loc"])
         if item is not None:
             yield loc, _about_item(loc, item, entry)
         elif entry["type"] in ("extra_forbidden", "invalid_key"):
@@ -289,23 +298,6 @@ def _translate(error: ValidationError) -> Iterator[tuple[tuple[str, ...], Proble
             yield loc, Problem(setting.name, f"{setting.must_be}, got {shown(value)}", _advice(setting, value))
 
 
-def _in_list(loc: tuple[int | str, ...]) -> tuple[tuple[str, ...], Setting | None]:
-    """The path of an error; inside an item of a list as (..., "train[0]", "weight") with the setting that it is of."""
-    path = [str(part) for part in loc]
-    at = next((i for i, part in enumerate(loc) if isinstance(part, int)), None)
-    if at is None:
-        return tuple(path), None
-    above = path[:at]
-    while above and ".".join(above) not in settings():  # pydantic adds which arm of a union it tried
-        above.pop()
-    item = items_of(".".join(above))
-    if not item or not above:
-        return tuple(path), None
-    leaf = path[at + 1] if len(path) > at + 1 else ""
-    where = (*above[:-1], f"{above[-1]}[{path[at]}]", *([leaf] if leaf else []))
-    return where, item.get(leaf, settings()[".".join(above)])
-
-
 def _about_item(path: tuple[str, ...], setting: Setting, entry: Any) -> Problem:
     where, value = ".".join(path), entry["input"]
     if entry["type"] == "extra_forbidden":
@@ -318,11 +310,6 @@ def _about_item(path: tuple[str, ...], setting: Setting, entry: Any) -> Problem:
     if path[-1].endswith("]"):
         return Problem(where, f"must be a mapping of settings, got {shown(value)}", "give at least its path")
     return Problem(where, f"{setting.must_be}, got {shown(value)}", _advice(setting, value))
-
-
-def _items_begin(path: tuple[str, ...]) -> int:
-    """So many parts of a path lead to its list; all of them where there is none."""
-    return next((i + 1 for i, part in enumerate(path) if part.endswith("]")), len(path))
 
 
 def _unstorable(config: Config) -> Iterator[Problem]:
@@ -396,5 +383,6 @@ def _position(where: str, places: Places) -> tuple[float, float]:
     name = where
     while name and name not in places:
         name = name.rpartition(".")[0]
-    order = list(settings()).index(where) if where in settings() else math.inf
+    setting = where.partition("[")[0]
+    order = list(settings()).index(setting) if setting in settings() else math.inf
     return places.get(name, (math.inf, ""))[0], order

@@ -85,6 +85,29 @@ def items_of(name: str) -> dict[str, Setting]:
     return {setting.leaf: setting for setting in walk(item, f"{name}[].")} if item is not None else {}
 
 
+def in_list(loc: tuple[int | str, ...]) -> tuple[tuple[str, ...], Setting | None]:
+    """The path of an error; inside an item of a list as (..., "train[0]", "weight") with the setting that it is of."""
+    path = [str(part) for part in loc]
+    at = next((i for i, part in enumerate(loc) if isinstance(part, int)), None)
+    if at is None:
+        return tuple(path), None
+    above = path[:at]
+    while above and ".".join(above) not in settings():  # pydantic adds which arm of a union it tried
+        above.pop()
+    item = items_of(".".join(above))
+    if not item or not above:
+        return tuple(path), None
+    leaf = path[at + 1] if len(path) > at + 1 else ""
+    where = (*above[:-1], f"{above[-1]}[{path[at]}]", *([leaf] if leaf else []))
+    return where, item.get(leaf, settings()[".".join(above)])
+
+
+def without_item(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The path of the list, where a path leads into one of its items."""
+    at = next((i for i, part in enumerate(path) if part.endswith("]")), None)
+    return path if at is None else (*path[:at], path[at].partition("[")[0])
+
+
 def required_under(name: str) -> list[str]:
     """Dotted names that a file has to give when it gives `name`: the name itself, or what a section requires."""
     if not settings()[name].is_section:

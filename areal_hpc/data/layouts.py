@@ -10,7 +10,7 @@ from areal_hpc.config import DataConfig
 from areal_hpc.config.sources import ExamplesConfig
 from areal_hpc.data import gym, maths, programs
 from areal_hpc.data.fields import Fields, Made, has
-from areal_hpc.data.prompts import Prompt, bad, check_storable, shown
+from areal_hpc.data.prompts import MAX_BYTES, Prompt, bad, check_storable, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,10 @@ def make_prompt(values: Mapping[str, Any], number: int, source: ExamplesConfig, 
         named, identity = known or "id", number if known is None else values[known]
     if "\0" in made.text:
         bad(source.prompt_field or data.prompt_field, "holds a NUL character")
-    check_storable("prompt", made.text)
-    for name, value in made.metadata.items():
-        check_storable(name, value)
+    num_bytes = check_storable("prompt", made.text)
+    num_bytes += sum(check_storable(name, name) + check_storable(name, value) for name, value in made.metadata.items())
+    if num_bytes > MAX_BYTES:
+        raise ValueError(f"comes to {num_bytes:,} bytes; at most {MAX_BYTES:,} can be sent to a rollout rank")
     text = f"{made.text.rstrip()}\n\n{source.instruction}" if source.instruction else made.text
     return Prompt(_identity(named, identity), text, made.metadata), made.solution
 

@@ -13,7 +13,7 @@ from areal_hpc.data.fields import Fields, Made
 from areal_hpc.data.prompts import bad
 from areal_hpc.data.strictjson import parse
 
-MAX_TESTS_BYTES = 128 * 1024 * 1024
+MAX_TESTS_BYTES = 64 * 1024 * 1024
 """Largest size of the unpacked tests of one problem."""
 _STRINGS = {"UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
 _AROUND = {"PROTO", "FRAME", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}

@@ -13,6 +13,9 @@ from areal_hpc.exits import Exit, RunError
 SHOWN = 20
 """So many bad lines are named in an error; all are counted."""
 
+MAX_BYTES = 48 * 1024 * 1024
+"""Largest prompt with its metadata: it goes to a rollout rank in the header of one message (codec.py)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -54,29 +57,30 @@ def shown(value: Any) -> str:
     return text if len(text) <= 64 else f"{text[:60]}..."
 
 
-def check_storable(name: str, value: Any) -> None:
-    """Raises ValueError: no JSON, or nothing that could be sent or logged; `name` is the field that holds it."""
+def check_storable(name: str, value: Any) -> int:
+    """About how many bytes a value takes in a message; `name` is the field that holds it.
+
+    Raises ValueError: it is no JSON, or nothing that could be sent or logged.
+    """
     if value is None or isinstance(value, bool):
-        return
+        return 1
     if isinstance(value, str):
         try:
-            value.encode()
+            return 5 + len(value.encode())
         except UnicodeEncodeError:
             bad(name, "holds half of a surrogate pair, which is no character")
-    elif isinstance(value, int):
+    if isinstance(value, int):
         if not -(2**63) <= value < 2**64:
             bad(name, "holds an integer that does not fit into 64 bits; write it as text")
-    elif isinstance(value, float):
+        return 9
+    if isinstance(value, float):
         if not math.isfinite(value):
             bad(name, f"holds {value}, which is no number")
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            if not isinstance(key, str):
-                bad(name, f"holds an object with the key {shown(key)}, which is no text")
-            check_storable(name, key)
-            check_storable(name, inner)
-    elif isinstance(value, list):
-        for inner in value:
-            check_storable(name, inner)
-    else:
+        return 9
+    if isinstance(value, list):
+        return 5 + sum(check_storable(name, inner) for inner in value)
+    if not isinstance(value, dict):
         bad(name, f"holds a {type(value).__name__}, which is no JSON")
+    if odd := [key for key in value if not isinstance(key, str)]:
+        bad(name, f"holds an object with the key {shown(odd[0])}, which is no text")
+    return 5 + sum(check_storable(name, part) for pair in value.items() for part in pair)

@@ -316,6 +316,7 @@ def test_a_pickle_that_would_run_something_is_refused_and_nothing_runs(monkeypat
         (base64.b64encode(zlib.compress(pickle.dumps("[]"))[:-3]).decode(), "is cut off, or something follows"),
         (base64.b64encode(zlib.compress(pickle.dumps("[]")) + b"x").decode(), "is cut off, or something follows"),
     ],
+    ids=lambda value: value[-30:],
 )
 def test_private_tests_that_are_not_what_they_should_be(private: str, reason: str) -> None:
     said = refused("livecodebench", problem(private_test_cases=private))
@@ -328,6 +329,20 @@ def test_tests_that_would_fill_the_memory_are_refused(monkeypatch: pytest.Monkey
     assert len(made("livecodebench", problem(private_test_cases=packed("[]" + " " * 900))).metadata["tests"]) == 1
     bomb = problem(private_test_cases=packed("[]" + " " * 50_000_000))
     assert "unpacks to more than 1,000 bytes" in refused("livecodebench", bomb)
+
+
+def test_a_prompt_that_no_message_could_hold_is_refused() -> None:
+    """The largest legal one comes through the codec."""
+    from areal_hpc.codec import Codec
+    from areal_hpc.data.prompts import MAX_BYTES
+    from areal_hpc.messages import MESSAGE_TYPES, AdmitGroup
+
+    size = MAX_BYTES - 5 - 1 - 5 - 1 - 5  # what stands around the texts
+    row = {"prompt": "p", "x": "y" * size}
+    prompt = make_prompt(row, 7, SourceConfig(path="f"), PLAIN)[0]
+    codec, message = Codec(MESSAGE_TYPES), AdmitGroup(0, "7", "p", prompt.metadata, 1, 0)
+    assert codec.decode_header(codec.encode(message, source=0, sequence=1, attempt=1).header).message == message
+    assert refused("plain", {"prompt": "p", "x": "y" * (size + 1)}).startswith(f"comes to {MAX_BYTES + 1:,} bytes; ")
 
 
 # -------------------------------------------------------------------------------------------------- reasoning-gym
