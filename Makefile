@@ -6,16 +6,21 @@ BIN := $(VENV)/bin
 run_dir ?=
 args ?=
 
-.PHONY: run test test-all lint scripts clean
+.PHONY: run test test-all faults lint scripts clean
 
 run: $(VENV)/.installed
 	$(BIN)/areal-hpc run configs/demo.yaml $(if $(run_dir),"run_dir=$(run_dir)") $(args)
 
+# Two at a time: jobs on the test cluster mostly wait, and most tests use one core only (tests/conftest.py).
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow" $(args)
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup $(args)
 
 test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --timeout=1800 $(args)
+
+# Breaks everything there is a promise about, and prints what each fault cost.
+faults: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest --timeout=1800 -m fault $(args)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check areal_hpc analysis tests

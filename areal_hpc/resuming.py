@@ -18,7 +18,7 @@ FIXED = (
     "data.chat",
     "trainer.batch_size",
     "trainer.group_size",
-    "reward.function",
+    *(f"reward.{name}" for name in ("function", "kwargs", "functions", "scale", "truncated")),
 )
 """Settings that must be those of the checkpoint: which prompts come next, or what rewards mean, depends on them."""
 
@@ -75,8 +75,8 @@ def _same_data(saved: dict[str, Any] | None, now: dict[str, Any]) -> None:
 def differences(saved: dict[str, Any], config: Config) -> list[str]:
     """What forbids to go on with another configuration, one line each."""
     now = config.model_dump(mode="json")
-    before = {name: _get(saved, name) for name in FIXED}
-    return [line for name, value in before.items() if value != {} for line in _changes(name, value, _get(now, name))]
+    before = {name: _get(saved, name, default=_get(now, name)) for name in FIXED}
+    return [line for name, value in before.items() for line in _changes(name, value, _get(now, name))]
 
 
 def _changes(name: str, before: Any, now: Any) -> list[str]:
@@ -89,7 +89,10 @@ def _changes(name: str, before: Any, now: Any) -> list[str]:
     return [f"{name} was {before}, is {now}"] if before != now else []
 
 
-def _get(settings: dict[str, Any], name: str) -> Any:
+def _get(settings: Any, name: str, default: Any = None) -> Any:
+    """One setting; `default` where a checkpoint is older than it."""
     for part in name.split("."):
-        settings = settings.get(part, {}) if isinstance(settings, dict) else {}
+        if not isinstance(settings, dict) or part not in settings:
+            return default
+        settings = settings[part]
     return settings

@@ -84,7 +84,8 @@ def check_config(path: Path, overrides: Sequence[str] = (), files_are_elsewhere:
     document = read_file(path)
     problems = document.problems
     problems += _override(document, overrides)
-    problems += _add_site(document)
+    for setting in ("preset", "slurm.site"):
+        problems += _lay_under(document, setting)
     config, malformed = _validate(document.data)
     problems += malformed
     if config is not None:
@@ -226,21 +227,22 @@ def _put(data: dict[str, Any], parts: list[str], value: Any) -> None:
     data[leaf] = value
 
 
-# --------------------------------------------------------------------------------------------------------- site
-def _add_site(document: _Document) -> list[Problem]:
-    """Lay the settings of the file that `slurm.site` names under the data; returns what is wrong with that file."""
-    slurm = document.data.get("slurm")
-    name = slurm.get("site") if isinstance(slurm, dict) else None
+# ------------------------------------------------------------------------------------------------ preset and site
+def _lay_under(document: _Document, setting: str) -> list[Problem]:
+    """Lay the settings of the file that `setting` names under the data; returns what is wrong with that file."""
+    name: Any = document.data
+    for part in setting.split("."):
+        name = name.get(part) if isinstance(name, dict) else None
     if not isinstance(name, str) or not name.strip() or not name.isprintable():
         return []  # _validate says so
     try:
-        site = read_file(Path(name))
+        below = read_file(Path(name))
     except ConfigErrors as errors:
-        return [Problem("slurm.site", str(problem)) for problem in errors.problems]
-    document.data = _laid_under(site.data, document.data)
-    for setting, (line, words) in site.places.items():
-        document.places.setdefault(setting, (line, f"{name} {words}"))
-    return site.problems
+        return [Problem(setting, str(problem)) for problem in errors.problems]
+    document.data = _laid_under(below.data, document.data)
+    for known, (line, words) in below.places.items():
+        document.places.setdefault(known, (line, f"{name} {words}"))
+    return below.problems
 
 
 def _laid_under(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

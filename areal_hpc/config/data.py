@@ -1,4 +1,4 @@
-"""What is learnt: the model, its prompts, how answers are judged."""
+"""What is learnt: the model, its prompts, how it is measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from areal_hpc.config.sources import ChatConfig, OptionalSources, SourceConfig, Sources
-from areal_hpc.config.types import Count, Seconds, Section, Text, Unit, Whole
+from areal_hpc.config.types import Count, Section, Text, Unit, Whole
 
 
 class ModelConfig(Section):
@@ -58,15 +58,6 @@ def _sources(value: str | tuple[SourceConfig, ...] | None, name: str) -> tuple[S
     if isinstance(value, str):
         return (SourceConfig(path=value, name=name),)
     return value or ()
-
-
-class RewardConfig(Section):
-    function: Text
-    """`package.module:function` or `/path/file.py:function` of (prompt, completion, metadata) -> reward."""
-    workers: Annotated[Count, Unit("processes per rollout rank")] = 1
-    """Processes in which answers are scored."""
-    timeout_s: Seconds = 10.0
-    """Longest time for one answer, counted from the start of its scoring."""
 
 
 class EvaluationConfig(Section):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from areal_hpc.checkpoint import read_arrays, write_arrays
 from areal_hpc.comm import World
-from areal_hpc.compute import ActivityHook, Between, RolloutCompute, TrainerCompute
+from areal_hpc.compute import ActivityHook, Between, Rewards, RolloutCompute, TrainerCompute
 from areal_hpc.config import Config
 from areal_hpc.data.chat import Chat
 from areal_hpc.preflight import trainer_ranks
@@ -40,7 +40,7 @@ def simulated_trainer(config: Config, world: World) -> Iterator[TrainerCompute]:
 
 
 @contextmanager
-def simulated_rollout(config: Config) -> Iterator[RolloutCompute]:
+def simulated_rollout(config: Config, rewards: Rewards) -> Iterator[RolloutCompute]:
     settings, chat = config.simulation, Chat(config.data)
     clock = Clock(settings.speedup)
     engine = SimulatedEngine(
@@ -55,8 +55,12 @@ def simulated_rollout(config: Config) -> Iterator[RolloutCompute]:
         decode=lambda tokens: "",
         engine=engine,
         receiver=SimulatedReceiver(settings, clock),
-        rewards=SimulatedRewards(settings, clock, config.seed),
+        rewards=rewards,
     )
+
+
+def simulated_rewards(config: Config) -> SimulatedRewards:
+    return SimulatedRewards(config.simulation, Clock(config.simulation.speedup), config.seed)
 
 
 def encode(text: str) -> list[int]:
