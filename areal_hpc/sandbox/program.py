@@ -8,9 +8,7 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
-import traceback
 from types import ModuleType
 from typing import Any
 
@@ -49,7 +47,6 @@ def run_main(program: dict[str, Any]) -> None:
     except SystemExit as error:
         code = exit_code(error)
     except BaseException:
-        traceback.print_exc()
         code = 1
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
@@ -62,6 +59,8 @@ def run_main(program: dict[str, Any]) -> None:
 
 def _execute(program: dict[str, Any]) -> None:
     """Become the interpreter of another language, in a new directory with the program's file."""
+    import tempfile
+
     os.chdir(tempfile.mkdtemp(prefix="program_"))
     with open(program["file"], "w") as file:
         file.write(program["source"])

@@ -20,7 +20,7 @@ FLOORS = [
     engines
     checkpoint checkpoint_files ownership attempts preflight reporting rollout_state group_files bookkeeping
     evaluation progress simulation backends sweeprecord
-    sweeptable doctor_probes hetjob desk saver resuming""",
+    sweeptable doctor_probes hetjob desk saver resuming sandbox verifiers""",
     "controller trainer rollout",
     "rank attempt launch liveview check submission sweep cli demo bench doctor doctor_rank",
 ]
@@ -38,7 +38,8 @@ ROOMS = {
 }
 NO_TORCH = f"""{FLOORS[0]} packing advantages controller_state comm runlog runlog_writer datasets reward_worker rewards
     bookkeeping evaluation progress controller preflight reporting rollout_state group_files trainer rollout rank
-    backends simulation sweeprecord sweeptable checkpoint checkpoint_files ownership attempts""".split()
+    backends simulation sweeprecord sweeptable checkpoint checkpoint_files ownership attempts
+    sandbox verifiers""".split()
 FLOOR_OF = {name: number for number, line in enumerate(FLOORS) for name in line.split()}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
