@@ -42,7 +42,7 @@ def hostile_cases():
             yield pytest.param(mode, case, marks=marks, id=f"{mode}-{case.name}")
 
 
-@pytest.mark.parametrize(("mode", "case"), hostile_cases())
+@pytest.mark.parametrize(("mode", "case"), list(hostile_cases()))
 def test_hostile_programs_get_nothing_and_leave_nothing(mode, case, monkeypatch):
     need(mode)
     monkeypatch.setenv("AREAL_HPC_SANDBOX", mode)
@@ -85,7 +85,7 @@ def as_nobody(arguments: list[str], mode: str) -> subprocess.CompletedProcess[st
 @FULL
 def test_hostile_programs_of_an_ordinary_user(mode, names):
     need(mode)
-    done = as_nobody([hostile.__file__, mode, *names], mode)
+    done = as_nobody(["-m", "tests.unit.hostile", mode, *names], mode)
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(name, got, left) for name, wanted, got, left, _ in results if got != wanted or left] == [], done.stderr
     assert len(results) == (len(names) or len(hostile.CORPUS))
@@ -152,6 +152,20 @@ def test_the_number_of_processes_is_limited(mode):
     assert ended.end == "processes" or int(ended.output) <= 9  # by Linux's own count, or by ours where it has none
 
 
+MOUNTS = "for line in open('/proc/self/mountinfo'):\n    print(*line.split()[4:6])"
+
+
+@FULL
+def test_every_mount_but_the_scratch_ones_is_read_only(mode):
+    """Also for files that the user owns: his own interpreter, say."""
+    need(mode)
+    mounts = dict(line.split() for line in run(mode, MOUNTS).output.decode().splitlines())
+    writable = {place for place, flags in mounts.items() if "ro" not in flags.split(",")}
+    devices = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")}
+    assert writable == {"/tmp", "/dev/shm", "/proc"} | devices
+    assert all("nosuid" in flags for place, flags in mounts.items() if place not in devices)
+
+
 @FULL
 def test_a_program_finds_nothing_of_another(mode):
     need(mode)
@@ -164,7 +178,7 @@ def test_a_program_finds_nothing_of_another(mode):
 @FULL
 def test_a_sandbox_goes_on_after_whatever_a_test_did(mode):
     need(mode)
-    with Sandbox(mode, Limits(wall_s=1.0)) as sandbox:
+    with Sandbox(mode, Limits(wall_s=0.7)) as sandbox:
         first = sandbox.pid_namespace
         sandbox.program(PYTHON, "import time\ndef f(x):\n    time.sleep(99 * (x == 0))\n    return x")
         assert sandbox.call("f", [1]).well and sandbox.call("f", [0]).end == "wall" and sandbox.call("f", [2]).well
@@ -213,7 +227,7 @@ def test_with_its_worker_a_program_dies(mode, monkeypatch):
     before, seen = namespaces(), set()
     program = "```\nimport os, time\nif os.fork() == 0:\n    os.setsid()\ntime.sleep(99)\n```"
     test = {"kind": "assert", "code": "assert f(1) == 2"}
-    with RewardService("areal_hpc.verifiers.code:reward", num_workers=1, timeout_s=2) as service:
+    with RewardService("areal_hpc.verifiers.code:reward", num_workers=1, timeout_s=1.5) as service:
         service.submit((0, 0), "", program, {"tests": [test]})
         while service.num_pending:
             seen |= {space for space in namespaces() - before if len(hostile.alive(space)) >= 4}
