@@ -190,6 +190,8 @@ OWN_ERROR = "class Bad(Exception): pass\ndef f(x):\n    raise Bad"
         (STACK, "s = Stack()\ns.push(3)\ns.push(4)\nassert s.pop() == 4 and len(s) == 1 and s.items == [3]", "correct"),
         (STACK, "s = Stack()\ns.push(3)\nassert s.pop() == 4", "wrong"),
         (STACK, "assert Stack() == Stack()", "wrong"),
+        (STACK, "assert not (Stack() == 4)", "wrong"),
+        (STACK, "assert Stack() != 4", "wrong"),
         ("def sum(a, b):\n    return a + b", "assert sum(10, 15) == 25", "correct"),
         ("def bisect(a):\n    return a", "assert bisect(2) == 2", "correct"),
         ("LIMIT = 5\ndef f():\n    return LIMIT", "assert f() == LIMIT", "correct"),
