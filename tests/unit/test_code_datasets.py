@@ -102,8 +102,13 @@ def test_reference_solutions_pass_and_broken_ones_do_not(name, size):
     assert len(tasks) == SIZES[name]
     if size == "some":
         tasks = random.Random(SEED).sample(tasks, NUM_FAST)
-    refused = [task for task, right, _, metadata in tasks if code.reward("", right, metadata) != (1.0, "correct")]
-    passed = [task for task, _, broken, metadata in tasks if code.reward("", broken, metadata) != (0.0, "wrong")]
+    limits = code.Limits(wall_s=90.0, cpu_s=30)  # one of MBPP's takes seconds, and a machine that runs tests is busy
+
+    def scores(completion: str, metadata: dict) -> tuple[float, str]:
+        return code.reward("", completion, metadata, limits=limits)
+
+    refused = [task for task, right, _, metadata in tasks if scores(right, metadata) != (1.0, "correct")]
+    passed = [task for task, _, broken, metadata in tasks if scores(broken, metadata) != (0.0, "wrong")]
     assert (refused, passed) == ([], [])
 
 

@@ -102,6 +102,7 @@ def test_hostile_programs_of_an_ordinary_user(mode, names):
         ("print(1, flush=True)\nimport time; time.sleep(99)", {"wall_s": 0.5}, Ended("wall", 0, b"1\n")),
         ("print('x' * 999)", {"output_bytes": 10}, Ended("output", 0, b"x" * 10)),
         ("print('x' * 9)", {"output_bytes": 10}, Ended("exit", 0, b"x" * 9 + b"\n")),
+        ("n = 0\nwhile True:\n    open(f'/tmp/{n}', 'w').close()\n    n += 1", {}, Ended("files", 0, b"")),
         ("a = bytearray(2**28)", {"memory_bytes": 1 << 27}, Ended("exit", 1, b"")),
         ("with open('/tmp/a', 'wb') as file: file.write(bytes(5000))", {"file_bytes": 4096}, Ended("exit", 1, b"")),
     ],

@@ -163,14 +163,6 @@ hostile(
     """,
 )
 hostile(
-    "many_files",
-    CALL,
-    """
-    for i in range(10**6):
-        open(f'/tmp/{i}', 'w').close()
-    """,
-)
-hostile(
     "abort",
     CALL,
     """
