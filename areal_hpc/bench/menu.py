@@ -14,6 +14,7 @@ BENCHES = {
     "engine": "generation tokens/s against transformers' own generate",
     "packing": "micro-batches against their lower bound",
     "log": "time for the run log per step",
+    "sandbox": "judged programs per second against running them bare",
 }
 
 
