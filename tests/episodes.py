@@ -35,7 +35,7 @@ def scores(turns: list[str]) -> list[float]:
     return [sum(1.0 if letter in "abcd" else -1.0 for letter in text) for text in turns]
 
 
-async def three_turns(prompt, engine):
+async def three_turns(prompt, engine, delay_s: float = 0.0):
     """A turn ends at a trigger, whose neighbours are looked up and put in; a reward for each turn."""
     turns = []
     while len(turns) < 3:
@@ -44,9 +44,14 @@ async def three_turns(prompt, engine):
         if turn.finish == "eos" or turn.finish == "length" and engine.room == 0:
             break
         if turn.finish == "stop":
-            found = await engine.run(neighbours, turn.text[-1])
+            found = await engine.run(neighbours, turn.text[-1], delay_s)
             engine.append(found["text"])
     return scores(turns)
+
+
+async def three_slow_turns(prompt, engine):
+    """The same, so slow that a signal finds it in the middle."""
+    return await three_turns(prompt, engine, 0.1)
 
 
 async def slow_tools(prompt, engine):
