@@ -101,6 +101,7 @@ def _rollout(config: Config, world: World, welcome: Welcome) -> Iterator[Rollout
     import torch
 
     from areal_hpc.buckets import BucketPlan
+    from areal_hpc.data.chat import Chat
     from areal_hpc.engines.transformers_engine import TransformersEngine
     from areal_hpc.models import eos_ids, load_model, load_tokenizer, named_weights
     from areal_hpc.weights import WeightReceiver
@@ -110,6 +111,7 @@ def _rollout(config: Config, world: World, welcome: Welcome) -> Iterator[Rollout
     settings = config.rollout
     with _rewards(config, world) as rewards:
         tokenizer = load_tokenizer(config.model.path)
+        encode = Chat(config.data).encoder(tokenizer)
         model = load_model(config.model.path, dtype=config.model.dtype)
         weights = named_weights(model)
         engine = TransformersEngine(
@@ -123,7 +125,7 @@ def _rollout(config: Config, world: World, welcome: Welcome) -> Iterator[Rollout
         )
         engine.version = -1  # no version yet: the first broadcast, of version 0, is a rise like any other
         yield RolloutCompute(
-            encode=lambda text: tokenizer(text).input_ids,
+            encode=encode,
             decode=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
             engine=engine,
             receiver=WeightReceiver(groups, BucketPlan.of(weights, config.weights.bucket_bytes)),

@@ -22,7 +22,7 @@ from areal_hpc.bookkeeping import BatchRecord, GroupRecord, group_rows, step_row
 from areal_hpc.comm import Received, World
 from areal_hpc.config import Config
 from areal_hpc.controller_state import ControllerState, Rules
-from areal_hpc.datasets import Prompt, PromptSource
+from areal_hpc.data import Prompt, Source
 from areal_hpc.desk import Desk
 from areal_hpc.evaluation import Evaluation
 from areal_hpc.exits import Exit, RunError
@@ -79,14 +79,14 @@ class Controller(Desk):
         world: World,
         clock: RunClock,
         log: RunLogWriter,
-        source: PromptSource,
+        source: Source,
         heldout: Sequence[Prompt],
         progress: Progress,
         saver: Saver,
         saved: SavedRun | None = None,
     ) -> None:
         super().__init__(config, world, clock, log)
-        self.source = source
+        self.source, self.data = source, source.digests()
         self.heldout = heldout
         self.progress = progress
         self.saver = saver
@@ -318,6 +318,7 @@ class Controller(Desk):
 
     def group_refused(self, header: GroupRefused, source: int) -> None:
         self.event("prompt_refused", header.reason, source)
+        self.progress.refused(header.purpose)
         if header.purpose == "evaluate":
             if self.evaluation is not None:
                 self.evaluation.refused(header.group_id)
@@ -329,7 +330,7 @@ class Controller(Desk):
         version_before = self.state.version
         rows = batch.rows(version_before, Fate.DROPPED if report.skipped else Fate.CONSUMED)
         self.log.trajectories(rows)
-        self.progressed_s = time.monotonic()
+        finished_s, self.progressed_s = self.clock.now(), time.monotonic()
         ids = np.array([group.group_id for group in batch.groups], np.int64)
         for rank in self.rollouts:
             self.world.post(rank, Trained(report.step), {"group_id": ids})
@@ -338,7 +339,7 @@ class Controller(Desk):
             self.groups.pop(group.group_id, None)
         self.saver.cut(report.step, *self.snapshot())
         row = step_row(report, batch, rows, version_before) | self.state.counters()
-        row |= {"time_s": self.clock.now(), "log_s": self.log_s}
+        row |= {"time_s": finished_s, "log_s": self.log_s}  # before what it admits
         self.log_step(row)
         self.progress.step(row)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if report.skipped else 0
@@ -358,7 +359,7 @@ class Controller(Desk):
         waiting = [(g, *self.saved.group(g)) for g in self.state.backlog] if self.saved else []
         cursor = list(self.source.cursor)
         facts = {name: state[name] for name in ("step", "version")} | {"config": self.config.model_dump(mode="json")}
-        return state | {"cursor": cursor, "groups": groups, "waiting": waiting}, facts
+        return state | {"cursor": cursor, "data": self.data, "groups": groups, "waiting": waiting}, facts
 
     def idle(self) -> None:
         self.saver.poll()

@@ -40,6 +40,8 @@ from areal_hpc.rundir import RunDir, read_json
 from areal_hpc.waiting import Backoff
 
 log = logging.getLogger("areal_hpc")
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+"""Compute nodes have no internet: whatever a reward function or a library looks up there would hang, not fail."""
 
 
 def main(argv: list[str] | None = None) -> tuple[int, bool]:
@@ -48,6 +50,8 @@ def main(argv: list[str] | None = None) -> tuple[int, bool]:
     parser.add_argument("attempt_dir", type=Path)
     parser.add_argument("--component", choices=["head", "trainer", "rollout", "reward"])
     arguments = parser.parse_args(argv)
+    for name in OFFLINE:
+        os.environ[name] = "1"
     run_dir = RunDir.of(arguments.attempt_dir)
     config = load_resolved(run_dir.config)
     world = World(Codec(MESSAGE_TYPES), run_dir.attempt)
@@ -141,7 +145,7 @@ def control(config: Config, world: World, run_dir: RunDir, progress: Any) -> str
     from areal_hpc.bookkeeping import rank_rows
     from areal_hpc.checkpoint import Checkpoints
     from areal_hpc.controller import Controller
-    from areal_hpc.datasets import PromptSource, read_prompts
+    from areal_hpc.data.reading import read_heldout, read_train
     from areal_hpc.resuming import SavedRun
     from areal_hpc.runlog_writer import RunLogWriter
     from areal_hpc.saver import Saver
@@ -155,12 +159,10 @@ def control(config: Config, world: World, run_dir: RunDir, progress: Any) -> str
     saved = SavedRun(trusted) if trusted else None
     resume = (str(saved.path), saved.version) if saved else ("", 0)
     clock, hellos = welcome_all(world, config, *resume)
-    data = config.data
-    fields = {"prompt_field": data.prompt_field, "id_field": data.id_field}
-    source = PromptSource(
-        read_prompts(Path(data.train), **fields), seed=config.seed, shuffle=data.shuffle, epochs=data.epochs
-    )
-    heldout = read_prompts(Path(data.heldout), **fields) if data.heldout else []
+    source, bad_lines = read_train(config)
+    heldout_sets, bad_heldout = read_heldout(config)
+    bad_lines += bad_heldout
+    heldout = [prompt for prompts in heldout_sets.values() for prompt in prompts]
     attributes = {
         "name": config.name,
         "attempt": run_dir.attempt,
@@ -180,8 +182,10 @@ def control(config: Config, world: World, run_dir: RunDir, progress: Any) -> str
 
         saver = Saver(config, world, checkpoints, event, trusted, is_ours)
         controller = Controller(config, world, clock, run_log, source, heldout, progress, saver, saved)
-        for note in resuming.get("notes", ()):
-            controller.event("note", note)
+        for kind, notes in (("note", resuming.get("notes", ())), ("bad_line", bad_lines)):
+            for note in notes:
+                controller.event(kind, note)
+        progress.left_out(len(bad_lines))
         try:
             why = controller.run()
         except Exception as error:

@@ -103,6 +103,7 @@ class Rollout:
         """One token for every running sample."""
         if not self.engine.num_running and not self.engine.num_waiting:
             self.reporter.activity.switch("idle")
+            fault("rollout.idle", self.world.rank)
             return False
         self.reporter.activity.switch("generate")
         fault("rollout.decode", self.world.rank)
@@ -175,6 +176,7 @@ class Rollout:
                 return False
             self.receiver.begin(self.versions_to_load.pop(0))
             self.receiving = True
+            fault("rollout.receive", self.world.rank)
         ready = self.receiver.poll()
         if ready is None:
             return False
@@ -268,6 +270,7 @@ class Rollout:
         for trainer, keys in by_rank.items():
             arrays = join([self.groups[group_id].trajectory(sample) for group_id, sample in keys])
             self.world.post(trainer, Samples(header.step), arrays)
+            fault("rollout.ship", self.world.rank)
             if header.also_log:
                 self.world.post(CONTROLLER, Samples(header.step), arrays)
 

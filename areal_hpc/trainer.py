@@ -7,10 +7,11 @@ and the samples of the next batch arrive while this one is being trained.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -183,9 +184,10 @@ class Trainer:
             group_norm=settings.group_norm,
             batch_norm=settings.batch_norm,
         )
-        return self.learner.train(
-            Batch(trajectories, values, batch.header.micro_batches, batch.header.minibatch_tokens)
-        )
+        shares = Batch(trajectories, values, batch.header.micro_batches, batch.header.minibatch_tokens)
+        result = self.learner.train(shares)
+        fault("trainer.updated", self.world.rank)
+        return result
 
     # ------------------------------------------------------------------------------------------ weights, files
     def publish(self) -> None:
@@ -196,6 +198,7 @@ class Trainer:
             self.sender.wait()
             self.report_sent()
             self.sender.publish(self.version, self.compute.weights())
+            fault("trainer.publish", self.world.rank)
 
     def report_sent(self) -> None:
         """Tell the controller, once, about a broadcast that has left completely."""
@@ -213,9 +216,14 @@ class Trainer:
         watch.lap("copy_s")
         path = Path(directory) / TRAINER_STATE
         writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        written = writer.submit(timed, lambda: self.compute.write_state(path, state))
+        written = writer.submit(timed, lambda: self.write_state(path, state))
         writer.shutdown(wait=False)
         self.saving = Saving(step, watch.finish()["copy_s"], written)
+
+    def write_state(self, path: Path, state: Mapping[str, Any]) -> FileRecord:
+        record = self.compute.write_state(path, state)
+        fault("trainer.saved", self.world.rank)
+        return record
 
     def report_saved(self) -> None:
         """Tell the controller, once, that the state is written, or why it is not."""

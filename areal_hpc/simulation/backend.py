@@ -10,6 +10,7 @@ from areal_hpc.checkpoint import read_arrays, write_arrays
 from areal_hpc.comm import World
 from areal_hpc.compute import ActivityHook, Between, Rewards, RolloutCompute, TrainerCompute
 from areal_hpc.config import Config
+from areal_hpc.data.chat import Chat
 from areal_hpc.preflight import trainer_ranks
 from areal_hpc.simulation import CHARS_PER_TOKEN
 from areal_hpc.simulation.clock import Clock
@@ -40,7 +41,7 @@ def simulated_trainer(config: Config, world: World) -> Iterator[TrainerCompute]:
 
 @contextmanager
 def simulated_rollout(config: Config, rewards: Rewards) -> Iterator[RolloutCompute]:
-    settings = config.simulation
+    settings, chat = config.simulation, Chat(config.data)
     clock = Clock(settings.speedup)
     engine = SimulatedEngine(
         settings,
@@ -50,7 +51,7 @@ def simulated_rollout(config: Config, rewards: Rewards) -> Iterator[RolloutCompu
         interrupt=config.rollout.interrupt,
     )
     yield RolloutCompute(
-        encode=encode,
+        encode=lambda text: encode(chat.plain(text)),
         decode=lambda tokens: "",
         engine=engine,
         receiver=SimulatedReceiver(settings, clock),

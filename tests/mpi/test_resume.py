@@ -64,6 +64,7 @@ def test_the_losses_are_those_of_a_run_that_never_stopped(tiny_dir, tmp_path):
     assert got.response_tokens.tolist() == expected.response_tokens.tolist()
 
 
+@pytest.mark.fault("walltime or preemption signal to one rank", row=8)
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGUSR2, 0), (signal.SIGUSR2, 2), (signal.SIGTERM, 1)])
 def test_a_warning_to_any_rank_saves_and_another_number_of_ranks_goes_on(tiny_dir, tmp_path, number, rank):
     sections = OFTEN | {"steps": 8, "checkpoint": {"every_s": None}}
@@ -80,6 +81,7 @@ def test_a_warning_to_any_rank_saves_and_another_number_of_ranks_goes_on(tiny_di
     assert runs.processes_of(second) == []
 
 
+@pytest.mark.fault("damaged checkpoint, whole run", row=14)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tiny_dir, tmp_path):
     config = tiny_config(tiny_dir, tmp_path / "run", **OFTEN | {"steps": 8})
     stop_at(config, 4, signal.SIGKILL)
@@ -100,6 +102,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tiny_dir, tmp
     assert trained.keys() == exported.keys() and all(trained[name].equal(exported[name]) for name in trained)
 
 
+@pytest.mark.fault("two starts in one run directory", row=23)
 def test_only_one_at_a_time_and_a_finished_run_is_not_repeated(tiny_dir, tmp_path):
     config = tiny_config(tiny_dir, tmp_path / "run", **OFTEN | {"steps": 6})
     process = runs.start(config)
@@ -117,6 +120,8 @@ def test_only_one_at_a_time_and_a_finished_run_is_not_repeated(tiny_dir, tmp_pat
     assert_nothing_lost(attempts(config, 1, 2), steps=8, batch=4, group=4)
 
 
+@pytest.mark.fault("rank stopped, real model", row=3)
+@pytest.mark.slow
 def test_a_silent_rank_is_noticed_and_the_next_attempt_goes_on(tiny_dir, tmp_path):
     """SIGSTOP: alive for the operating system, dead for the run."""
     deadlines = {"heartbeat_s": 4.0, "exit_s": 10.0}

@@ -164,6 +164,7 @@ def test_readers_say_what_they_cannot_read(tmp_path, read, raw):
     assert caught.value.code == Exit.DISK
 
 
+@pytest.mark.fault("pickle in the place of a checkpoint", row=26)
 @pytest.mark.parametrize("read", [read_arrays, read_tensors, read_json])
 def test_a_pickle_named_like_a_file_of_ours_is_not_executed(tmp_path, read):
     class Canary:
@@ -264,6 +265,7 @@ def damage_fifo(path, name, rng):
     os.mkfifo(path / name)
 
 
+@pytest.mark.fault("checkpoint cut, flipped, emptied", row=14)
 @pytest.mark.parametrize("damage", [damage_truncate, damage_flip, damage_delete, damage_lengthen, damage_directory])
 @pytest.mark.parametrize("name", ["trainer.safetensors", "controller.json", "manifest.json"])
 @pytest.mark.parametrize("seed", range(5))
@@ -696,6 +698,7 @@ def commit_for_ever(root: Path, attempt: int, said: int) -> None:
         checkpoints.prune()
 
 
+@pytest.mark.fault("checkpoint writer killed at any moment", row=14)
 def test_a_writer_killed_at_any_moment_leaves_a_valid_checkpoint(tmp_path):
     root, rng, committed, leftovers = tmp_path / "checkpoints", random.Random(5), 0, 0
     for attempt in range(1, 31):

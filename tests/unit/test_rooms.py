@@ -16,7 +16,7 @@ FLOORS = [
     logcodes logschema activity seeds waiting signals shipment faults compute slurmfacts placement
     jobspec batchscript slurmrules slurmstate""",
     "packing advantages losses models sampling instructions controller_state learner buckets",
-    """comm mpi_start warm_blocks process_group weights runlog runlog_writer datasets rewards rundir
+    """comm mpi_start warm_blocks process_group weights runlog runlog_writer data rewards rundir
     engines
     checkpoint checkpoint_files ownership attempts preflight reporting rollout_state group_files bookkeeping
     evaluation progress simulation backends hetjob desk saver resuming""",
@@ -33,9 +33,11 @@ ROOMS = {
     "pydantic": {"config", "sweep.spec", "hetjob"},
     "submitit": {"hetjob"},
     "safetensors": {"checkpoint_files"},
+    "pyarrow": {"data.columnar"},
+    "reasoning_gym": {"data.gym"},
     "rich": {"liveview", "check", "bench.report"},
 }
-NO_TORCH = f"""{FLOORS[0]} packing advantages controller_state comm runlog runlog_writer datasets rewards
+NO_TORCH = f"""{FLOORS[0]} packing advantages controller_state comm runlog runlog_writer data rewards
     bookkeeping evaluation progress controller preflight reporting rollout_state group_files trainer rollout
     reward_rank rank backends simulation sweep checkpoint checkpoint_files ownership attempts""".split()
 FLOOR_OF = {name: number for number, line in enumerate(FLOORS) for name in line.split()}
