@@ -1,0 +1,223 @@
+"""Where in a completion the final answer stands."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from areal_hpc.verifiers.tidy import match_brace
+
+MAX_BOX = 20_000
+MAX_BOXES = 50
+_TAIL = 4_000
+"""Characters at the end in which prose is searched."""
+
+_GLUE = re.compile(r"(?:[\s$,;.*&~]|\\[,;: ()\[\]]|\\q?quad|\\text ?\{ ?(?:and|or) ?\}|\band\b|\bor\b|\b[a-zA-Z]\s*=)*")
+_JOINED = re.compile(r"\band\b|\bor\b|,|;|=")
+_DENIED_BEFORE = re.compile(r"(?:\bnot|n't|\bnever|\\neq?|≠)(?: be| equal(?: to)?)?:?[\s$(\\\[]*$", re.IGNORECASE)
+_DISPLAY = re.compile(r"\\\[.*?\\\]|\$\$.*?\$\$|\\begin\{(\w+\*?)\}.*?\\end\{\1\}", re.DOTALL)
+_SENTENCE_END = re.compile(r"\n+|(?<=[.!?])(?<!\b[A-Za-z]\.)(?<!\.\.)\s+|(?<=[!?])$")
+_CUE = re.compile(
+    r"(?:final|correct|my|our|the)?\s*\b(?:answers?|results?|solutions?)\b(?:\s+(?:to|of|for|here|then|therefore)\b[^:=]{0,80}?)?"
+    r"[*_\s]*(?P<verb>:|=|\b(?:is|are|was|equals|comes to|will be|would be|must be|should be|becomes)\b(?:\s*:)?"
+    r"|\b(?:isn't|aren't|wasn't|cannot be|can't be|won't be|is not|are not|was not)\b)[*_\s]*(?P<value>.*)",
+    re.IGNORECASE | re.DOTALL,
+)
+_BACKWARDS = re.compile(
+    r"(?P<value>.+?)\s*(?:,\s*)?\b(?P<verb>is|are|isn't|is not|cannot be|can't be)\s+(?:not\s+)?(?:the|our|my)\s+(?:final |correct )*answer\b",
+    re.IGNORECASE | re.DOTALL,
+)
+_NEGATED_PREFIX = re.compile(
+    r"(?:not|n't|never)\s+(?:\w+\s+)?(?:think|believe|say|claim|mean|conclude|true|correct|right|agree|be|the case)\b"
+    r"|\b(?:false|wrong|untrue|incorrect|if|suppose|assume|assuming|unless|whether|nobody|no one)\b[^,;:]*$",
+    re.IGNORECASE,
+)
+_DENIED = re.compile(r"\b(?:is|was|are|were|be|looks|seems)\s+(?:\w+\s+)?(?:wrong|incorrect|false|not|impossible)\b", re.IGNORECASE)
+_NEGATION = re.compile(r"\b(?:not|never|cannot|no longer|neither|nor|\w+n't|wrong|incorrect|false|untrue|might|could|maybe|perhaps|may)\b|≠|\\neq?", re.IGNORECASE)
+_INSTEAD = re.compile(r"\b(?:but|rather|instead|it is|it's)\b(?:\s+(?:rather|it is|is))?\s+(?P<value>[^,;]*\S)\s*$", re.IGNORECASE)
+_RETRACTED = re.compile(
+    r"\b(?:that|this|it)(?:'s| is| was| can(?:not|'t) be| is(?:n't| not))\s+(?:not\s+)?(?:wrong|incorrect|right|correct|a mistake|mistaken)\b"
+    r"|\bi made (?:a|an) (?:mistake|error)|\bwait,|\bscratch that|\bignore that",
+    re.IGNORECASE,
+)
+_CONFIRMED = re.compile(r"\b(?:is|was|'s)\s+(?:right|correct)\b", re.IGNORECASE)
+_POLITE = re.compile(r"hope|let me know|feel free|happy to|q\.?e\.?d|^\W*$|therefore,?$|thank", re.IGNORECASE)
+_CUT = re.compile(
+    r"[\s,;(]+(?:not|because|since|which|where|whereas|when|if|instead|rather|but|so|as|assuming|rounded|i hope|and not)\b.*|\s+\(.*[a-zA-Z]{3}.*\)$",
+    re.IGNORECASE | re.DOTALL,
+)
+_MATH = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$\n]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_VALUE = re.compile(
+    r"(?:(?<![\w.])[-−+])?\s?[$€£¥₹]?\s?(?:\\frac\{[^{}]*\}\{[^{}]*\}|(?:\d[\d,.'’_ ]*)?\.?\d+(?:\s?[eE][+-]?\d+)?(?:\s*[/^:]\s*\d+)*(?:\s+\d+/\d+)?)"
+    r"(?:\s?(?:\\?%|°[CF]?|[€£¢]|[a-zA-Z²³]+(?:\s*/\s*[a-zA-Z]+)?(?:\^\d)?))?"
+)
+_NO_VALUE_WORD = re.compile(r"[a-zA-Z]{3,}")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was given as the answer.
+
+    Attributes:
+        text: the last box, or what the prose says.
+        several: all boxes side by side with the last one, in order.
+        joined: whether words or signs between them say that they belong together (and, or, a comma).
+    """
+
+    text: str
+    several: tuple[str, ...] = ()
+    joined: bool = False
+
+
+def final_answer(completion: str, prompt: str = "") -> Found | None:
+    """The final answer, None if there is none; linear in the length of the completion.
+
+    An unfinished thought, a box that is cut off or empty, and a denied or retracted answer are none.
+    """
+    spoken = _after_thinking(completion, prompt)
+    if spoken is None:
+        return None
+    start = _last_box(spoken, len(spoken))
+    if start >= 0:
+        return _boxes(spoken, start)
+    text = _prose(spoken[-_TAIL:])
+    return Found(text) if text and text.strip(" .*$\\") else None
+
+
+def _after_thinking(completion: str, prompt: str) -> str | None:
+    end = max(completion.rfind(tag) + len(tag) if tag in completion else 0 for tag in ("</think>", "</thinking>"))
+    if end:
+        return completion[end:]
+    if "<think>" in completion or prompt.rstrip().endswith("<think>"):
+        return None
+    return completion
+
+
+def _last_box(text: str, end: int) -> int:
+    return max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))
+
+
+def _box(text: str, start: int) -> tuple[str, int] | None:
+    """Content of the box that starts there and the place behind it; None if it is cut off or empty."""
+    opening = re.compile(r"\\(?:boxed|fbox)\s*").match(text, start)
+    assert opening is not None
+    place = opening.end()
+    if text[place : place + 1] != "{":
+        token = re.compile(r"-?[\w.,/]*\w").match(text, place)
+        return (token[0], token.end()) if token and place > start + 6 else None
+    window = text[place : place + MAX_BOX + 2]
+    end = match_brace(window, 0)
+    content = window[1:end].strip() if end > 0 else ""
+    return (content, place + end + 1) if content else None
+
+
+def _boxes(text: str, start: int) -> Found | None:
+    last = _box(text, start)
+    if last is None or _DENIED_BEFORE.search(text[max(0, start - 40) : start]):
+        return None
+    several, joined = [last[0]], False
+    while len(several) < MAX_BOXES and (before := _last_box(text, start)) >= 0:
+        box = _box(text, before)
+        if box is None or box[1] > start or start - box[1] > 40 or not _GLUE.fullmatch(text[box[1] : start]):
+            break
+        joined = joined or bool(_JOINED.search(text[box[1] : start]))
+        several.append(box[0])
+        start = before
+    unique = list(dict.fromkeys(reversed(several)))
+    return Found(last[0], tuple(unique), joined and len(unique) > 1)
+
+
+def _prose(text: str) -> str | None:
+    if "####" in text:
+        return text.rpartition("####")[2].strip().split("\n")[0].strip() or None
+    if tagged := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
+        text = tagged[-1]
+        if not re.search(r"[a-zA-Z]{2,}\s+[a-zA-Z]{2,}", text):
+            return text.strip()
+    text = _DISPLAY.sub(lambda match: match[0].replace("\n", " "), text)
+    sentences = [part.strip() for part in _SENTENCE_END.split(text) if part and part.strip()]
+    while sentences and _POLITE.search(sentences[-1]) and not re.search(r"\d", sentences[-1]):
+        sentences.pop()
+    for number in range(len(sentences) - 1, -1, -1):
+        sentence = sentences[number]
+        if _RETRACTED.search(sentence) and not _CUE.search(sentence) and not _is_confirmed(sentence):
+            return None
+        stated = _stated(sentence, sentences[number + 1 : number + 2])
+        if stated is not None:
+            return stated
+    return _last_value(sentences)
+
+
+def _is_confirmed(sentence: str) -> bool:
+    return _CONFIRMED.search(sentence) is not None and not _NEGATION.search(sentence)
+
+
+def _stated(sentence: str, following: list[str]) -> str | None:
+    """What a sentence says the answer is, None if it says nothing about it or what it is not."""
+    if sentence.endswith("?"):
+        return None
+    sentence = sentence.strip("*_# ")
+    match = None
+    for match in _CUE.finditer(sentence):
+        while (inner := _CUE.search(match["value"])) is not None:
+            match = inner
+    if match is None:
+        match = _BACKWARDS.search(sentence)
+        if match is None or _NEGATION.search(match[0]):
+            return None
+        return _pick(match["value"])
+    value = match["value"].strip()
+    if not value and following and match["verb"].strip().lower() in (":", "is", "is:", "are", "="):
+        value = following[0]
+    prefix = sentence[: sentence.find(match["value"])] if match["value"] else sentence
+    if _NEGATED_PREFIX.search(prefix[: max(0, prefix.lower().rfind("answer"))]):
+        return None
+    denied = re.search(r"n't|not", match["verb"], re.IGNORECASE) or re.match(r"\W*(?:not|never|neither)\b", value, re.IGNORECASE)
+    if denied:
+        instead = _INSTEAD.search(value)
+        return _pick(instead["value"]) if instead else None
+    if _DENIED.search(value) or re.match(r"\W*(?:wrong|incorrect|unknown|unclear|impossible to)\b", value, re.IGNORECASE):
+        return None
+    return _pick(value)
+
+
+def _pick(value: str) -> str | None:
+    """The answer itself out of the words behind "the answer is"."""
+    value = re.sub(r"(?<![\w)])\*\*|\*\*(?![\w(])", " ", value).strip().strip("*_").strip()
+    pieces = [next(part for part in match.groups() if part) for match in _MATH.finditer(value)]
+    if pieces:
+        outside = _MATH.sub(" ", value)
+        if not re.search(r"\d", _CUT.sub("", outside)):
+            between = _CUT.sub("", _MATH.sub(" @ ", value))
+            if between.count("@") == len(pieces) and not _NO_VALUE_WORD.search(between.partition("@")[0]):
+                return _MATH.sub(lambda m: " " + next(part for part in m.groups() if part) + " ", _keep(value, between))
+            return pieces[0]
+    value = _CUT.sub("", value).strip().strip("*_").strip()
+    words = _NO_VALUE_WORD.findall(re.sub(r"\\[a-zA-Z]+|\\text\{[^{}]*\}", " ", value))
+    starts = re.match(r"[-−+($€£¥₹\\\d.√π]|[a-zA-Z]\b", value) is not None
+    if words and not starts and (found := list(_VALUE.finditer(value))):
+        return value[found[0].start() :].strip() if len(found) == 1 else found[-1][0].strip()
+    return value or None
+
+
+def _keep(value: str, between: str) -> str:
+    """`value` as far as `between`, the same text with formulas replaced, was kept."""
+    return value if len(between) >= len(_MATH.sub(" @ ", value)) else value[: value.rfind(list(_MATH.finditer(value))[-1][0]) + len(list(_MATH.finditer(value))[-1][0])]
+
+
+def _last_value(sentences: list[str]) -> str | None:
+    """The formula or number that ends the last sentence that has one and denies nothing."""
+    for sentence in reversed(sentences):
+        sentence = sentence.strip("*_# ")
+        if sentence.endswith("?"):
+            continue
+        if _NEGATION.search(_MATH.sub(" ", sentence)):
+            return None
+        if pieces := [next(part for part in match.groups() if part) for match in _MATH.finditer(sentence)]:
+            return pieces[-1]
+        if not _NO_VALUE_WORD.search(re.sub(r"\\[a-zA-Z]+", "", sentence)) or sentence.startswith("\\"):
+            return sentence
+        if found := list(_VALUE.finditer(sentence)):
+            return found[-1][0].strip().rstrip(",.")
+    whole = sentences[0] if len(sentences) == 1 else ""
+    return whole if 0 < len(whole.split()) <= 3 and len(whole) <= 100 else None
