@@ -10,13 +10,14 @@ from areal_hpc.verifiers.tidy import match_brace
 MAX_BOX = 20_000
 MAX_BOXES = 50
 _TAIL = 4_000
+_LONGEST_SENTENCE = 500
 """Characters at the end in which prose is searched."""
 
 _GLUE = re.compile(r"(?:[\s$,;.*&~]|\\[,;: ()\[\]]|\\q?quad|\\text ?\{ ?(?:and|or) ?\}|\band\b|\bor\b|\b[a-zA-Z]\s*=)*")
 _JOINED = re.compile(r"\band\b|\bor\b|,|;|=")
 _DENIED_BEFORE = re.compile(r"(?:\bnot|n't|\bnever|\\neq?|≠)(?: be| equal(?: to)?)?:?[\s$(\\\[]*$", re.IGNORECASE)
 _DISPLAY = re.compile(r"\\\[.*?\\\]|\$\$.*?\$\$|\\begin\{(\w+\*?)\}.*?\\end\{\1\}", re.DOTALL)
-_SENTENCE_END = re.compile(r"\n+|(?<=[.!?])(?<!\b[A-Za-z]\.)(?<!\.\.)\s+|(?<=[!?])$")
+_SENTENCE_END = re.compile(r"\n+|(?<=[.!?])(?<!\\!)(?<!\b[A-Za-z]\.)(?<!\.\.)\s+|(?<=[!?])$")
 _CUE = re.compile(
     r"(?:final|correct|my|our|the)?\s*\b(?:answers?|results?|solutions?)\b(?:\s+(?:to|of|for|here|then|therefore)\b[^:=]{0,80}?)?"
     r"[*_\s]*(?P<verb>:|=|\b(?:is|are|was|equals|comes to|will be|would be|must be|should be|becomes)\b(?:\s*:)?"
@@ -24,8 +25,7 @@ _CUE = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _BACKWARDS = re.compile(
-    r"(?P<value>.+?)\s*(?:,\s*)?\b(?P<verb>is|are|isn't|is not|cannot be|can't be)\s+(?:not\s+)?(?:the|our|my)\s+(?:final |correct )*answer\b",
-    re.IGNORECASE | re.DOTALL,
+    r"\b(?:is|are|isn't|cannot be|can't be)\s+(?:not\s+)?(?:the|our|my)\s+(?:final |correct )*answer\b", re.IGNORECASE
 )
 _NEGATED_PREFIX = re.compile(
     r"(?:not|n't|never)\s+(?:\w+\s+)?(?:think|believe|say|claim|mean|conclude|true|correct|right|agree|be|the case)\b"
@@ -43,10 +43,10 @@ _RETRACTED = re.compile(
 _CONFIRMED = re.compile(r"\b(?:is|was|'s)\s+(?:right|correct)\b", re.IGNORECASE)
 _POLITE = re.compile(r"hope|let me know|feel free|happy to|q\.?e\.?d|^\W*$|therefore,?$|thank", re.IGNORECASE)
 _CUT = re.compile(
-    r"[\s,;(]+(?:not|because|since|which|where|whereas|when|if|instead|rather|but|so|as|assuming|rounded|i hope|and not)\b.*|\s+\(.*[a-zA-Z]{3}.*\)$",
+    r"[\s,;(]+(?:not|because|since|which|where|whereas|when|if|instead|rather|but|so|as|assuming|rounded|i hope|and not)\b.*|\s+\((?=[^()]*[a-z]{2,} [a-z]{2,})[^()\\]*\)$",
     re.IGNORECASE | re.DOTALL,
 )
-_MATH = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$\n]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_MATH = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$((?:\\.|[^$\n\\])+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _VALUE = re.compile(
     r"(?:(?<![\w.])[-−+])?\s?[$€£¥₹]?\s?(?:\\frac\{[^{}]*\}\{[^{}]*\}|(?:\d[\d,.'’_ ]*)?\.?\d+(?:\s?[eE][+-]?\d+)?(?:\s*[/^:]\s*\d+)*(?:\s+\d+/\d+)?)"
     r"(?:\s?(?:\\?%|°[CF]?|[€£¢]|[a-zA-Z²³]+(?:\s*/\s*[a-zA-Z]+)?(?:\^\d)?))?"
@@ -135,7 +135,7 @@ def _prose(text: str) -> str | None:
         if not re.search(r"[a-zA-Z]{2,}\s+[a-zA-Z]{2,}", text):
             return text.strip()
     text = _DISPLAY.sub(lambda match: match[0].replace("\n", " "), text)
-    sentences = [part.strip() for part in _SENTENCE_END.split(text) if part and part.strip()]
+    sentences = [part.strip()[-_LONGEST_SENTENCE:] for part in _SENTENCE_END.split(text) if part and part.strip()]
     while sentences and _POLITE.search(sentences[-1]) and not re.search(r"\d", sentences[-1]):
         sentences.pop()
     for number in range(len(sentences) - 1, -1, -1):
@@ -163,9 +163,9 @@ def _stated(sentence: str, following: list[str]) -> str | None:
             match = inner
     if match is None:
         match = _BACKWARDS.search(sentence)
-        if match is None or _NEGATION.search(match[0]):
+        if match is None or _NEGATION.search(sentence[: match.end()]):
             return None
-        return _pick(match["value"])
+        return _pick(sentence[: match.start()].rstrip(" ,"))
     value = match["value"].strip()
     if not value and following and match["verb"].strip().lower() in (":", "is", "is:", "are", "="):
         value = following[0]

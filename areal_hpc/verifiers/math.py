@@ -19,12 +19,13 @@ When it is correct:
 - a = b = c must be true. Words are compared without case. Formulas are compared by value (areal_hpc.verifiers.symbolic).
 
 Outcomes: "correct" (reward 1), "wrong" and "unparsed" (reward 0). Unparsed: no answer was given, or it cannot be read
-within the limits: LONGEST characters, LIMIT_S of CPU time, LIMIT_BYTES of memory, brackets 12 deep, exponents 3 deep,
+within the limits: LONGEST characters (a plain number: LONGEST_NUMBER), LIMIT_S of CPU time, LIMIT_BYTES of memory, brackets 12 deep, exponents 3 deep,
 powers and factorials of up to about 5,000 digits.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from areal_hpc.verifiers.compare import same
@@ -39,7 +40,10 @@ Outcome = Literal["correct", "wrong", "unparsed"]
 
 LIMIT_S = 4.0
 LIMIT_BYTES = 1 << 30
-LONGEST = 20_000
+LONGEST = 1_000
+LONGEST_NUMBER = 20_000
+
+_LONG_NUMBER = re.compile(r"\s*[-+]?(?:\d{1,3}(?:[, ]\d{3})+|\d+)(?:\.\d+)?\s*")
 
 
 def reward(prompt: str, completion: str, metadata: dict[Any, Any]) -> tuple[float, Outcome]:
@@ -64,7 +68,9 @@ def reward(prompt: str, completion: str, metadata: dict[Any, Any]) -> tuple[floa
 def judge(gold: str, completion: str, prompt: str = "") -> Outcome:
     """The outcome, without limits on time and memory."""
     found = final_answer(completion, prompt)
-    if found is None or len(found.text) > LONGEST:
+    if found is None or len(found.text) > LONGEST_NUMBER:
+        return "unparsed"
+    if len(found.text) > LONGEST and _LONG_NUMBER.fullmatch(found.text) is None:
         return "unparsed"
     wanted = read(gold)
     try:

@@ -91,7 +91,7 @@ _PER = {"per", "/", "a", "an", "each", "every"}
 _FILLERS = set("of the in total long wide tall high deep old more away left and to for at on by is was will his her".split())
 _TOKEN = re.compile(r"/|[a-zA-Z.]+|\^ ?\{?-?\d\}?|[$€£¥₹₩₽₱¢%‰]|\S")
 _TRAILER = re.compile(
-    r"(?:\\text ?\{[^{}]*\}|\\%|‰|\^\\circ ?[CF]?|\^ ?\{?[23]\}?(?!\d)|[/]|[$€£¥₹₩₽₱¢]|\\cdot|[a-zA-Z]+\.?|'|-|,| )+$"
+    r"(?:\\text ?\{[^{}]*\}|\\%|‰|\^\\circ ?[CF]?|\^ ?\{?[23]\}?(?!\d)|[/]|[$€£¥₹₩₽₱¢]|\\cdot|[a-zA-Z]+(?![a-zA-Z])\.?|'|-|,| )+$"
 )
 _START = re.compile(r"[ ]?(?:\\text ?\{|\\%|‰|\^\\circ|[$€£¥₹₩₽₱¢]|[a-zA-Z]|-(?=[a-zA-Z]))")
 _LEAD = re.compile(

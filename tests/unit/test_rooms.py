@@ -22,7 +22,7 @@ FLOORS = [
     evaluation progress simulation backends sweeprecord
     sweeptable doctor_probes hetjob desk saver resuming""",
     "controller trainer rollout",
-    "rank attempt launch liveview check submission sweep cli demo bench doctor doctor_rank",
+    "rank attempt launch liveview check submission sweep cli demo bench doctor doctor_rank verifiers",
 ]
 ROLES = {"controller", "trainer", "rollout"}
 ROOMS = {
@@ -35,10 +35,13 @@ ROOMS = {
     "submitit": {"hetjob"},
     "safetensors": {"checkpoint_files"},
     "rich": {"liveview", "check", "bench.report"},
+    "math_verify": {"verifiers.symbolic", "bench.verifier"},
+    "latex2sympy2_extended": {"verifiers.symbolic"},
+    "sympy": {"verifiers.symbolic"},
 }
 NO_TORCH = f"""{FLOORS[0]} packing advantages controller_state comm runlog runlog_writer datasets reward_worker rewards
     bookkeeping evaluation progress controller preflight reporting rollout_state group_files trainer rollout rank
-    backends simulation sweeprecord sweeptable checkpoint checkpoint_files ownership attempts""".split()
+    backends simulation sweeprecord sweeptable checkpoint checkpoint_files ownership attempts verifiers""".split()
 FLOOR_OF = {name: number for number, line in enumerate(FLOORS) for name in line.split()}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
