@@ -25,7 +25,13 @@ Case = tuple[str, str, bool]
 """Gold answer, completion, whether it is right."""
 Score = Callable[[str, str], bool]
 
-_ENDINGS = ("The answer is {}.", "So the result is $\\boxed{{{}}}$.", "#### {}", "**Answer:** {}", "That makes {} in all.")
+_ENDINGS = (
+    "The answer is {}.",
+    "So the result is $\\boxed{{{}}}$.",
+    "#### {}",
+    "**Answer:** {}",
+    "That makes {} in all.",
+)
 _COMPETITION: list[Case] = [
     ("\\frac{3}{4}", "\\boxed{0.75}", True),
     ("3\\sqrt{13}", "\\boxed{\\sqrt{117}}", True),
@@ -85,7 +91,13 @@ def grade_school(num: int, seed: int) -> list[Case]:
         said = gold if (is_right := rng.random() < 2 / 3) else gold + rng.choice([-1, 1, 10])
         shown = rng.choice([f"{said:,}", f"{said}", f"${said}", f"{said} apples"])
         steps = [f"There are {a} boxes with {b} pieces, that is {a} * {b} = {a * b}."] * rng.randint(2, 6)
-        cases.append((f"{gold:g}" if gold < 1e5 else f"{gold}", "\n".join([*steps, rng.choice(_ENDINGS).format(shown)]), is_right))
+        cases.append(
+            (
+                f"{gold:g}" if gold < 1e5 else f"{gold}",
+                "\n".join([*steps, rng.choice(_ENDINGS).format(shown)]),
+                is_right,
+            )
+        )
     return cases
 
 
@@ -126,7 +138,9 @@ def row(name: str, mine: Side, other: Side) -> dict[str, str]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="areal-hpc bench verifier", description="maths answers/s against math-verify")
-    parser.add_argument("--answers", type=int, default=500, help="grade-school answers per repeat (default: %(default)s)")
+    parser.add_argument(
+        "--answers", type=int, default=500, help="grade-school answers per repeat (default: %(default)s)"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)

@@ -9,6 +9,7 @@ from areal_hpc.verifiers import symbolic, units
 from areal_hpc.verifiers.numerals import Number, decimal_comma, is_rounding
 from areal_hpc.verifiers.shapes import Based, Body, Equation, Formula, Group, Matrix, Value, Words, plain, read
 
+
 def same(gold: Value, answer: Value) -> bool:
     """Whether `answer` counts as `gold`. Not symmetric: units and names may be missing in the answer.
 
@@ -17,7 +18,7 @@ def same(gold: Value, answer: Value) -> bool:
     """
     if not _consistent(answer):
         return False
-    if gold.text == answer.text:
+    if gold.text and gold.text == answer.text:
         return True
     if gold.name and answer.name and gold.name != answer.name:
         return False
@@ -40,7 +41,9 @@ def _consistent(value: Value) -> bool:
         if value.rough:
             if not _roughly(value, claim):
                 return False
-        elif not same(Value(claim.text, claim.body, claim.unit, claim.scale), Value("", value.body, value.unit, value.scale)):
+        elif not same(
+            Value(claim.text, claim.body, claim.unit, claim.scale), Value("", value.body, value.unit, value.scale)
+        ):
             return False
     return True
 
@@ -141,6 +144,9 @@ def _match(gold: list[Value], answer: list[Value]) -> bool:
 
 
 def _same_matrices(gold: Body, answer: Body) -> bool:
+    if isinstance(gold, Formula) or isinstance(answer, Formula):  # a product, say, of a matrix and a number
+        texts = [body.latex for body in (gold, answer) if isinstance(body, (Formula, Matrix))]
+        return all("\\begin" in text for text in texts) and symbolic.equal(*texts)
     if not isinstance(gold, Matrix) or not isinstance(answer, Matrix) or gold.kind != answer.kind:
         return False
     if [len(row) for row in gold.rows] != [len(row) for row in answer.rows]:

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from areal_hpc.verifiers.tidy import match_brace
 
 MAX_BOX = 20_000
+DENIED = ""
 MAX_BOXES = 50
 _TAIL = 4_000
 _LONGEST_SENTENCE = 500
 """Characters at the end in which prose is searched."""
 
-_GLUE = re.compile(r"(?:[\s$,;.*&~]|\\[,;: ()\[\]]|\\q?quad|\\text ?\{ ?(?:and|or) ?\}|\band\b|\bor\b|\b[a-zA-Z]\s*=)*")
+_GLUE = re.compile(
+    r"(?:[\s$,;.*&~]|\\[,;: ()\[\]]|\\q?quad|\\text ?\{ ?(?:and|or) ?\}|\band\b|\bor\b|\b[a-zA-Z](?:_\{?\w\}?)?\s*=)*"
+)
 _JOINED = re.compile(r"\band\b|\bor\b|,|;|=")
 _DENIED_BEFORE = re.compile(r"(?:\bnot|n't|\bnever|\\neq?|≠)(?: be| equal(?: to)?)?:?[\s$(\\\[]*$", re.IGNORECASE)
 _DISPLAY = re.compile(r"\\\[.*?\\\]|\$\$.*?\$\$|\\begin\{(\w+\*?)\}.*?\\end\{\1\}", re.DOTALL)
@@ -25,16 +28,33 @@ _CUE = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _BACKWARDS = re.compile(
-    r"\b(?:is|are|isn't|cannot be|can't be)\s+(?:not\s+)?(?:the|our|my)\s+(?:final |correct )*answer\b", re.IGNORECASE
-)
-_NEGATED_PREFIX = re.compile(
-    r"(?:not|n't|never)\s+(?:\w+\s+)?(?:think|believe|say|claim|mean|conclude|true|correct|right|agree|be|the case)\b"
-    r"|\b(?:false|wrong|untrue|incorrect|if|suppose|assume|assuming|unless|whether|nobody|no one)\b[^,;:]*$",
+    r"\b(?:is|are|isn't|cannot be|can't be)\s+(?:not\s+)?(?:the|our|my|your)\s+(?:\w+ )?(?:answer|solution|result)\b",
     re.IGNORECASE,
 )
-_DENIED = re.compile(r"\b(?:is|was|are|were|be|looks|seems)\s+(?:\w+\s+)?(?:wrong|incorrect|false|not|impossible)\b", re.IGNORECASE)
-_NEGATION = re.compile(r"\b(?:not|never|cannot|no longer|neither|nor|\w+n't|wrong|incorrect|false|untrue|might|could|maybe|perhaps|may)\b|≠|\\neq?", re.IGNORECASE)
-_INSTEAD = re.compile(r"\b(?:but|rather|instead|it is|it's)\b(?:\s+(?:rather|it is|is))?\s+(?P<value>[^,;]*\S)\s*$", re.IGNORECASE)
+_NEGATED_PREFIX = re.compile(
+    r"\b(?:no|nobody|none|nothing|if|suppose|assume|assuming|unless|whether|doubt|deny|claims?|guess(?:es|ed)?)\b",
+    re.IGNORECASE,
+)
+_IDIOMS = re.compile(
+    r"\b(?:not (?:hard|difficult|only)|no (?:doubt|matter|need|other)|without doubt|n't (?:hard|difficult))\b",
+    re.IGNORECASE,
+)
+_OTHER = re.compile(
+    r"\b(?:not|never|no|neither|nor|less|more|greater|fewer|larger|smaller|bigger|above|below|under|over|least|most|between|but"
+    r"|anything|different|other|except|than|wrong|incorrect|unknown|unclear|impossible|hardly|far)\b|n't\b|[<>≠≤≥]",
+    re.IGNORECASE,
+)
+_OPTION = re.compile(r"^(?:option|choice|letter|answer)\s+(?=\(?[A-Z]\b)", re.IGNORECASE)
+_DENIED = re.compile(
+    r"\b(?:is|was|are|were|be|looks|seems)\s+(?:\w+\s+)?(?:wrong|incorrect|false|not|impossible)\b", re.IGNORECASE
+)
+_NEGATION = re.compile(
+    r"\b(?:not|never|cannot|no longer|neither|nor|\w+n't|wrong|incorrect|false|untrue|might|could|maybe|perhaps|may|differs?|different|than|except|unlike|doubt)\b|≠|\\neq?",
+    re.IGNORECASE,
+)
+_INSTEAD = re.compile(
+    r"\b(?:but|rather|instead|it is|it's)\b(?:\s+(?:rather|it is|is))?\s+(?P<value>[^,;]*\S)\s*$", re.IGNORECASE
+)
 _RETRACTED = re.compile(
     r"\b(?:that|this|it)(?:'s| is| was| can(?:not|'t) be| is(?:n't| not))\s+(?:not\s+)?(?:wrong|incorrect|right|correct|a mistake|mistaken)\b"
     r"|\bi made (?:a|an) (?:mistake|error)|\bwait,|\bscratch that|\bignore that",
@@ -86,20 +106,21 @@ def final_answer(completion: str, prompt: str = "") -> Found | None:
 
 def _after_thinking(completion: str, prompt: str) -> str | None:
     end = max(completion.rfind(tag) + len(tag) if tag in completion else 0 for tag in ("</think>", "</thinking>"))
-    if end:
-        return completion[end:]
+    completion = completion[end:]
+    if "<think>" not in completion and end:
+        return completion
     if "<think>" in completion or prompt.rstrip().endswith("<think>"):
         return None
     return completion
 
 
 def _last_box(text: str, end: int) -> int:
-    return max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))
+    return max(text.rfind(name, 0, end) for name in ("\\boxed", "\\fbox", "\\framebox"))
 
 
 def _box(text: str, start: int) -> tuple[str, int] | None:
     """Content of the box that starts there and the place behind it; None if it is cut off or empty."""
-    opening = re.compile(r"\\(?:boxed|fbox)\s*").match(text, start)
+    opening = re.compile(r"\\(?:boxed|fbox|framebox)\s*").match(text, start)
     assert opening is not None
     place = opening.end()
     if text[place : place + 1] != "{":
@@ -112,8 +133,12 @@ def _box(text: str, start: int) -> tuple[str, int] | None:
 
 
 def _boxes(text: str, start: int) -> Found | None:
-    last = _box(text, start)
-    if last is None or _DENIED_BEFORE.search(text[max(0, start - 40) : start]):
+    for _ in range(MAX_BOXES):
+        if start < 0 or not _DENIED_BEFORE.search(text[max(0, start - 40) : start]):
+            break
+        start = _last_box(text, start)
+    last = _box(text, start) if start >= 0 else None
+    if last is None:
         return None
     several, joined = [last[0]], False
     while len(several) < MAX_BOXES and (before := _last_box(text, start)) >= 0:
@@ -134,17 +159,20 @@ def _prose(text: str) -> str | None:
         text = tagged[-1]
         if not re.search(r"[a-zA-Z]{2,}\s+[a-zA-Z]{2,}", text):
             return text.strip()
+    text = re.sub(r"<<[^<>\n]*>>|<\|[^|<>]{1,30}\|>|</s>", "", text).replace("’", "'")
     text = _DISPLAY.sub(lambda match: match[0].replace("\n", " "), text)
     sentences = [part.strip()[-_LONGEST_SENTENCE:] for part in _SENTENCE_END.split(text) if part and part.strip()]
     while sentences and _POLITE.search(sentences[-1]) and not re.search(r"\d", sentences[-1]):
         sentences.pop()
     for number in range(len(sentences) - 1, -1, -1):
-        sentence = sentences[number]
+        sentence = sentences[number].strip("*_# ")
         if _RETRACTED.search(sentence) and not _CUE.search(sentence) and not _is_confirmed(sentence):
             return None
         stated = _stated(sentence, sentences[number + 1 : number + 2])
-        if stated is not None:
+        if stated:
             return stated
+        if stated == DENIED:
+            sentences[number] = ""
     return _last_value(sentences)
 
 
@@ -153,31 +181,36 @@ def _is_confirmed(sentence: str) -> bool:
 
 
 def _stated(sentence: str, following: list[str]) -> str | None:
-    """What a sentence says the answer is, None if it says nothing about it or what it is not."""
+    """What a sentence says the answer is, None if it says nothing about it, DENIED if only what it is not."""
     if sentence.endswith("?"):
-        return None
-    sentence = sentence.strip("*_# ")
+        return DENIED
     match = None
     for match in _CUE.finditer(sentence):
         while (inner := _CUE.search(match["value"])) is not None:
             match = inner
     if match is None:
         match = _BACKWARDS.search(sentence)
-        if match is None or _NEGATION.search(sentence[: match.end()]):
+        if match is None:
             return None
+        if _NEGATION.search(sentence[: match.end()]):
+            return DENIED
         return _pick(sentence[: match.start()].rstrip(" ,"))
     value = match["value"].strip()
     if not value and following and match["verb"].strip().lower() in (":", "is", "is:", "are", "="):
         value = following[0]
     prefix = sentence[: sentence.find(match["value"])] if match["value"] else sentence
-    if _NEGATED_PREFIX.search(prefix[: max(0, prefix.lower().rfind("answer"))]):
-        return None
-    denied = re.search(r"n't|not", match["verb"], re.IGNORECASE) or re.match(r"\W*(?:not|never|neither)\b", value, re.IGNORECASE)
+    clause = re.split(r"[,;:]", _IDIOMS.sub("", prefix[: match.start()]))[-1]
+    if _NEGATION.search(clause) or _NEGATED_PREFIX.search(clause):
+        return DENIED
+    denied = re.search(r"n't|not", match["verb"], re.IGNORECASE) or re.match(
+        r"\W*(?:not|never|neither)\b", value, re.IGNORECASE
+    )
     if denied:
         instead = _INSTEAD.search(value)
-        return _pick(instead["value"]) if instead else None
-    if _DENIED.search(value) or re.match(r"\W*(?:wrong|incorrect|unknown|unclear|impossible to)\b", value, re.IGNORECASE):
-        return None
+        return _pick(instead["value"]) if instead else DENIED
+    before = re.match(r"[^\d$\\]*", value)
+    if _DENIED.search(value) or (before and _OTHER.search(before[0])):
+        return DENIED
     return _pick(value)
 
 
@@ -192,7 +225,8 @@ def _pick(value: str) -> str | None:
             if between.count("@") == len(pieces) and not _NO_VALUE_WORD.search(between.partition("@")[0]):
                 return _MATH.sub(lambda m: " " + next(part for part in m.groups() if part) + " ", _keep(value, between))
             return pieces[0]
-    value = _CUT.sub("", value).strip().strip("*_").strip()
+    value = _OPTION.sub("", _CUT.sub("", value).strip().strip("*_!").strip())
+    value = value[:-1] if value.endswith(")") and "(" not in value else value
     words = _NO_VALUE_WORD.findall(re.sub(r"\\[a-zA-Z]+|\\text\{[^{}]*\}", " ", value))
     starts = re.match(r"[-−+($€£¥₹\\\d.√π]|[a-zA-Z]\b", value) is not None
     if words and not starts and (found := list(_VALUE.finditer(value))):
@@ -202,7 +236,11 @@ def _pick(value: str) -> str | None:
 
 def _keep(value: str, between: str) -> str:
     """`value` as far as `between`, the same text with formulas replaced, was kept."""
-    return value if len(between) >= len(_MATH.sub(" @ ", value)) else value[: value.rfind(list(_MATH.finditer(value))[-1][0]) + len(list(_MATH.finditer(value))[-1][0])]
+    return (
+        value
+        if len(between) >= len(_MATH.sub(" @ ", value))
+        else value[: value.rfind(list(_MATH.finditer(value))[-1][0]) + len(list(_MATH.finditer(value))[-1][0])]
+    )
 
 
 def _last_value(sentences: list[str]) -> str | None:

@@ -33,7 +33,7 @@ from areal_hpc.verifiers.extract import Found, final_answer
 from areal_hpc.verifiers.limits import OutOfTime, limited
 from areal_hpc.verifiers.numerals import Number
 from areal_hpc.verifiers.shapes import Group, TooDeep, Value, read
-from areal_hpc.verifiers.symbolic import Unreadable
+from areal_hpc.verifiers.symbolic import Misread, Unreadable
 from areal_hpc.verifiers.units import SINGLE_LETTERS
 
 Outcome = Literal["correct", "wrong", "unparsed"]
@@ -76,6 +76,8 @@ def judge(gold: str, completion: str, prompt: str = "") -> Outcome:
     try:
         answer = _read_as(wanted, found)
         return "correct" if same(wanted, answer) else "wrong"
+    except Misread:
+        return "wrong"
     except (TooDeep, Unreadable):
         return "unparsed"
 

@@ -35,7 +35,9 @@ _WHOLE = "|".join(
     + [r"[1-9]\d?(?:,\d{2})+,\d{3}"]  # lakh and crore
 )
 _GROUPED = re.compile(rf"({_WHOLE})(\.\d+)?")
-_CONTINENTAL = re.compile(r"([1-9]\d{0,2}(?:\.\d{3})+),(\d+)|([1-9]\d{0,2}(?:\.\d{3}){2,})|([1-9]\d{0,2}(?:[ ']\d{3})+),(\d+)")
+_CONTINENTAL = re.compile(
+    r"([1-9]\d{0,2}(?:\.\d{3})+),(\d+)|([1-9]\d{0,2}(?:\.\d{3}){2,})|([1-9]\d{0,2}(?:[ ']\d{3})+),(\d+)"
+)
 _COMMA = re.compile(r"(0|[1-9]\d*),(\d+)")
 _SPACED_PLACES = re.compile(r"(\d+)\.(\d{3}(?: \d{3})* \d{1,3})")
 _REPEATING = re.compile(
@@ -89,7 +91,8 @@ def is_rounding(decimal: Number, exact: Fraction) -> bool:
     if not can_round(decimal) or terminates(exact):
         return False
     assert decimal.places is not None
-    return abs(decimal.value - exact) * 2 * 10**decimal.places <= 1
+    slack = 1 if decimal.significant < 15 else 4  # the last digit of a double need not be right
+    return abs(decimal.value - exact) * 2 * 10**decimal.places <= slack
 
 
 def terminates(value: Fraction) -> bool:
@@ -129,7 +132,11 @@ def _decimal(text: str) -> Number | None:
 
 def _fraction(text: str) -> Number | None:
     if match := _MIXED.fullmatch(text):
-        whole, top, bottom = int(match[1][:4000]), int((match[2] or match[4])[:4000]), int((match[3] or match[5])[:4000])
+        whole, top, bottom = (
+            int(match[1][:4000]),
+            int((match[2] or match[4])[:4000]),
+            int((match[3] or match[5])[:4000]),
+        )
         return Number(whole + Fraction(top, bottom)) if bottom else None
     if match := _LATEX_FRACTION.fullmatch(text):
         top_text, bottom_text = match[1], match[2]

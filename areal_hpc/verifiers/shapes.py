@@ -53,7 +53,8 @@ class Group:
 @dataclass(frozen=True)
 class Matrix:
     rows: tuple[tuple[Value, ...], ...]
-    kind: str = "matrix"
+    kind: str
+    latex: str
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,11 @@ class TooDeep(ValueError):
 _RELATIONS = re.compile(r"\\(?:le|ge|ne|approx|in)(?![a-zA-Z])|(?<![\\<>!])=|<|>")
 _COMMAS = re.compile(r",(?: ?and )?|;| and | or |\\lor ?|\\vee ?")
 _MATRIX = re.compile(r"\\begin ?\{([a-zA-Z]*matrix|array)\}(?:\{[^{}]*\})?(.*)\\end ?\{\1\}", re.DOTALL)
-_BASED = re.compile(r"([0-9A-Za-z]+(?:[ ,][0-9A-Za-z]{3,4})*) ?_ ?\{?\(?(?:\\text\{)?(\w+)\}?\)?\}?")
+_BASED = re.compile(r"\(?([0-9A-Za-z]+(?:[ ,][0-9A-Za-z]{3,4})*)\)? ?_ ?\{?\(?(?:\\text\{)?(\w+)\}?\)?\}?")
 _BASE_WORD = re.compile(r"(\w+) ?\(?(?:\\text\{)? ?\(?(?:in )?base[- ]?\}? ?(\w+) ?\)?\}?\)?")
-_BASE_NAMES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
+_BASE_NAMES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
+)
 _NAME = re.compile(
     r"(?:m ?)?(?:\\(?:angle|triangle|overline|vec|hat|bar|mathbf)\s*)?\{?"
     r"(?:[a-zA-Z]|\\(?!frac|sqrt|sin|cos|tan|log|ln|pi|text|infty)[a-zA-Z]+ ?|[A-Z]{2,4})\}?'*"
@@ -104,6 +107,7 @@ _NAME = re.compile(
 )
 _LABEL = re.compile(r"(?=.*[A-Za-z]{3})(?:(?:\\text ?\{[^{}]*\}|[A-Za-z]+(?![A-Za-z])) ?)+(?:\([^()]*\))?:?")
 _CHOICE = re.compile(r"\\text ?\{ ?\(([A-Z])\) ?\}|\(([A-Z])\)|(?:\\text ?\{)?([A-Z])[.):]\}? ")
+_NOTHING = ("no solution", "no solutions", "no real solution", "no real solutions", "empty set")
 _WORDY = re.compile(r"[a-zA-Z]{3,}")
 
 
@@ -143,11 +147,12 @@ def _read(text: str, letters: frozenset[str], depth: int) -> Value:
     core, unit, scale = units.split(text, letters)
     if (unit or scale != 1) and (found := number(core)) is not None:
         return Value(key, found, unit, scale)
-    for reader in (_based, _matrix, _builder, _relation, _union, _bracketed, _list, _signs):
+    for reader in (_based, _matrix, _builder, _ratio, _relation, _union, _bracketed, _list, _signs):
         if (value := reader(text, key, letters, depth + 1)) is not None:
             return value
     if _is_words(text):
-        return Value(key, Words(_clean_words(text)))
+        words = _clean_words(text)
+        return Value(key, Group("{", (), "}") if words in _NOTHING else Words(words))
     if choice := _CHOICE.match(text):
         return Value(key, Words(next(filter(None, choice.groups())).lower()))
     if unit or scale != 1:
@@ -221,7 +226,15 @@ def _matrix(text: str, key: str, letters: frozenset[str], depth: int) -> Value |
         return None
     if sum(map(len, cells)) > MAX_ITEMS:
         raise TooDeep("items")
-    return Value(key, Matrix(tuple(tuple(_read(cell, letters, depth) for cell in row) for row in cells), kind))
+    return Value(key, Matrix(tuple(tuple(_read(cell, letters, depth) for cell in row) for row in cells), kind, text))
+
+
+def _ratio(text: str, key: str, letters: frozenset[str], depth: int) -> Value | None:
+    """3 : 4, or a time of day: only the same numbers are the same."""
+    parts = [number(part) for part in text.split(":")] if ":" in text else []
+    if len(parts) < 2 or None in parts:
+        return None
+    return Value(key, Group(":", tuple(Value("", part) for part in parts if part), ":"))
 
 
 def _builder(text: str, key: str, letters: frozenset[str], depth: int) -> Value | None:
@@ -315,8 +328,16 @@ def _bracketed(text: str, key: str, letters: frozenset[str], depth: int) -> Valu
         return Value(key, Group("{", (), "}"))
     if text == r"\mathbb{R}":
         return _read(r"(-\infty, \infty)", letters, depth)
-    if (opening, closing) not in (("\\{", "\\}"), ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"), ("]", "["), ("]", "]"),
-                                  ("[", "[")):
+    if (opening, closing) not in (
+        ("\\{", "\\}"),
+        ("(", ")"),
+        ("[", "]"),
+        ("(", "]"),
+        ("[", ")"),
+        ("]", "["),
+        ("]", "]"),
+        ("[", "["),
+    ):
         return None
     if "]" == opening:
         opening = "("

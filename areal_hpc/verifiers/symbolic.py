@@ -36,17 +36,39 @@ LARGEST = 5e3
 _DIGITS = 100
 _SAME = sympy.Float("1e-80", _DIGITS)
 _ZERO = sympy.Float("1e-100", _DIGITS)
-_CONVERSION = ConversionConfig(lowercase_symbols=False)
+_CONVERSION = ConversionConfig(lowercase_symbols=False, interpret_as_mixed_fractions=False)
 _CLEANING = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
 )
-_POINTS = [(Fraction(17, 13), Fraction(10, 7)), (Fraction(-29, 23), Fraction(-11, 17)), (Fraction(31, 11), Fraction(3, 19))]
+_POINTS = [
+    (Fraction(17, 13), Fraction(10, 7)),
+    (Fraction(-29, 23), Fraction(-11, 17)),
+    (Fraction(31, 11), Fraction(3, 19)),
+]
 _DECIMAL = re.compile(r"(?<![\w.])(\d+\.\d+|\.\d+)(?![\w.]*\.)|(?<![\d.])(\d*\.\d+)(?=[a-zA-Z\\])")
+_MISREAD = re.compile(  # signs and words it leaves out, and numbers side by side, which it multiplies or adds
+    r"['?:#]|\\ldots|\\prime|\\pmod|(?<![_\w.])\d+ \d|\d ?_|(?<![_\w])\d+ ?\{|(?<![\w}^_\]])\{\d+\} ?\d|\d[eE]\d|\.\d+\.|\^\{[^{}]*\} ?\^|\\(?:overline|hat|vec|dot|bar)\{\d"
+)
+_REWRITTEN = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"(?<![\w.}^])(\d+) ?\\frac ?\{(\d+)\} ?\{(\d+)\}", r"(\1 + \\frac{\2}{\3})"),
+        (r"(?<![_\w.])([\d.]+) ?\(", r"\1 \\cdot ("),
+        (r"(\\binom ?\{[^{}]*\} ?\{[^{}]*\}) ?(?=[\d(])", r"\1 \\cdot "),
+        (r"\) ?(?=[(\d])", r") \\cdot "),
+        (r"(?<![\w.])(\d+)/(\d+) ?(?=\\pi)", r"\\frac{\1}{\2}"),
+        (r"\\sqrt\[([3579])\]\{-", r"-\\sqrt[\1]{"),
+    )
+]
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
 
 
 class Unreadable(ValueError):
     """No formula that math-verify can read, or one that would take too long to compute."""
+
+
+class Misread(Unreadable):
+    """No formula: math-verify would leave signs out of it and read something else."""
 
 
 def equal(gold: str, answer: str) -> bool:
@@ -129,7 +151,12 @@ def latex(number: Fraction) -> str:
 def _parsed(text: str) -> Any:
     if len(text) > MAX_LATEX or text.count("^") > 40 or _power_depth(text) > MAX_POWERS:
         raise Unreadable("too long or too deep")
+    if _MISREAD.search(text):
+        raise Misread(text[:80])
+    for pattern, replacement in _REWRITTEN:
+        text = pattern.sub(replacement, text)
     exact = _DECIMAL.sub(_as_fraction, text)
+    exact = re.sub(r"((?:\d|\\frac ?\{\d+\} ?\{\d+\})+) ?\^\\circ", r"(\\frac{\\pi}{180} \\cdot \1)", exact)
     exact = re.sub(r"\\text ?\{([^{}]*)\}", r"\\text{\1}", exact).replace(r"\%", r"\cdot \frac{1}{100}")
     try:
         parsed = latex2sympy(

@@ -21,10 +21,7 @@ _SYMBOLS = {
 }
 _RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱˣ", "0123456789+-()nix", strict=True))
 _LOWERED = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋₍₎", "0123456789+-()", strict=True))
-_GREEK = {
-    char: f"\\{unicodedata.name(char).split()[-1].lower()} "
-    for char in "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ"
-}
+_GREEK = {char: f"\\{unicodedata.name(char).split()[-1].lower()} " for char in "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ"}
 _GREEK |= {char: f"\\{name[1].upper()}{name[2:]}" for char, name in _GREEK.items() if char.isupper()}
 _GREEK["λ"], _GREEK["Λ"] = r"\lambda ", r"\Lambda "
 
@@ -49,10 +46,14 @@ _EMPTY = (
     "limits nolimits boldsymbol bm mathbf mathit mathsf mathtt mathnormal rm bf it mathop protect large Large "
     "normalsize Longrightarrow Rightarrow implies therefore because tt hfill boxed fbox"
 ).split()
-_TEXTS = "text textbf textit textrm textsf texttt textnormal textup mbox hbox mathrm operatorname emph underline".split()
+_TEXTS = (
+    "text textbf textit textrm textsf texttt textnormal textup mbox hbox mathrm operatorname emph underline".split()
+)
 _COMMAND = re.compile(r"\\([a-zA-Z]+)\*?")
 _SPACES = re.compile(r"(?<!\\)\\[,;: ]|\\(?:quad|qquad|enspace|thinspace|medspace|nobreakspace)(?![a-zA-Z])|~|\s+")
-_FUNCTIONS = "arcsin arccos arctan sinh cosh tanh sin cos tan cot sec csc log ln exp sqrt pi infty alpha beta theta".split()
+_FUNCTIONS = (
+    "arcsin arccos arctan sinh cosh tanh sin cos tan cot sec csc log ln exp sqrt pi infty alpha beta theta".split()
+)
 _BARE_FUNCTION = re.compile(rf"(?<![a-zA-Z\\])({'|'.join(_FUNCTIONS)})(?![a-zA-Z])")
 _WRAPPED = [
     re.compile(pattern, re.DOTALL)
@@ -61,6 +62,9 @@ _WRAPPED = [
         r"`(.*)`", r"'(.*)'", r"\*([^*]*)\*",
     )
 ]  # fmt: skip
+_LABEL = re.compile(
+    r"\\text ?\{ ?[a-zA-Z ]*(?:answer|result|total|value)?(?: is|:) ?\}|(?:=|:|\\approx(?![a-zA-Z])) ?", re.IGNORECASE
+)
 _CLOSES = {"{": "}", "(": ")", "[": "]"}
 
 
@@ -98,14 +102,21 @@ def unwrap(text: str) -> str:
 def tidy(text: str) -> str:
     """`text` in one spelling; words stay in `\\text{...}`, one blank between tokens that had any space."""
     text = unwrap(_from_unicode(text))
+    text = re.sub(r"\\(?:text)?color ?\{[^{}]*\}|\\(?:checkmark|blacksquare|square|qed)(?![a-zA-Z])", " ", text)
     text = re.sub(r"\\!\s*|\\(?:left|right)\.|\\(?:phantom|hspace|vspace)\*?\{[^{}]*\}", "", text)
     text = text.replace("{,}", ",").replace("\\$", " $ ").replace("{.}", ".")
-    text = re.sub(r"\\\\(?=[a-zA-Z])", r"\\", text) if "\\begin" not in text else re.sub(r"\\\\\[[^\]]*\]", r"\\\\", text)
+    text = (
+        re.sub(r"\\\\(?=[a-zA-Z])", r"\\", text) if "\\begin" not in text else re.sub(r"\\\\\[[^\]]*\]", r"\\\\", text)
+    )
     text = _SPACES.sub(" ", text)
     text = _COMMAND.sub(_command, text)
     text = _texts(text)
+    text = re.sub(r"\\frac ?\{(\\text ?\{[^{}]*\})\} ?\{(\\text ?\{[^{}]*\}(?:\^\{?\d\}?)?)\}", r"\1/\2", text)
+    text = text.strip()
+    text = text[label.end() :] if (label := _LABEL.match(text)) and " not" not in label[0] else text
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?", r"^\\circ ", text)
     text = text.replace("**", "^").replace("<=", r"\le ").replace(">=", r"\ge ").replace("!=", r"\ne ")
+    text = re.sub(r"\b([ap])\.m\b\.?", r"\1m", text)
     text = re.sub(r"(?<!\\)%", r"\\%", text)
     text = _BARE_FUNCTION.sub(r"\\\1", text)
     text = re.sub(r"(?<![a-zA-Z\\])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty ", text)
@@ -157,7 +168,7 @@ def _texts(text: str) -> str:
         while opening < len(text) and text[opening] == " ":
             opening += 1
         if opening >= len(text) or text[opening] != "{" or (end := match_brace(text, opening)) < 0:
-            out.append(text[i : start])
+            out.append(text[i:start])
             i = start + 5
             continue
         inside = text[opening + 1 : end].replace(r"\text", "")

@@ -73,9 +73,16 @@ n: newton newtons
 pa: pascal pascals
 hz: hertz
 mol: mole moles
+CHF: francs franc
+SEK:
+NOK:
+DKK:
+PLN:
+AUD:
+CAD:
 dozen: dozens
-am: a.m.
-pm: p.m.
+am: a.m
+pm: p.m
 """
 _UNITS: dict[str, str] = {}
 for _line in _SPELLINGS.strip().splitlines():
@@ -88,16 +95,18 @@ SINGLE_LETTERS = frozenset("mgshltwvajn")
 """Units of one letter."""
 _POWER_WORDS = {"square": 2, "squared": 2, "sq": 2, "cubic": 3, "cubed": 3, "cu": 3}
 _PER = {"per", "/", "a", "an", "each", "every"}
-_FILLERS = set("of the in total long wide tall high deep old more away left and to for at on by is was will his her".split())
-_TOKEN = re.compile(r"/|[a-zA-Z.]+|\^ ?\{?-?\d\}?|[$€£¥₹₩₽₱¢%‰]|\S")
+_FILLERS = set(
+    "of the in total long wide tall high deep old more away left and to for at on by is was will his her".split()
+)
+_TOKEN = re.compile(r"/|[a-zA-Z.]+|\^ ?-?\d|[$€£¥₹₩₽₱¢%‰]|\S")
 _TRAILER = re.compile(
-    r"(?:\\text ?\{[^{}]*\}|\\%|‰|\^\\circ ?[CF]?|\^ ?\{?[23]\}?(?!\d)|[/]|[$€£¥₹₩₽₱¢]|\\cdot|[a-zA-Z]+(?![a-zA-Z])\.?|'|-|,| )+$"
+    r"(?:\\text ?\{[^{}]*\}|\\%|‰|\^\\circ ?[CF]?|\^ ?\{?(?:[23]|-[12])\}?(?!\d)|[/]|[$€£¥₹₩₽₱¢]|\\cdot|[a-zA-Z]+(?![a-zA-Z])\.?|'|-|,| )+$"
 )
 _START = re.compile(r"[ ]?(?:\\text ?\{|\\%|‰|\^\\circ|[$€£¥₹₩₽₱¢]|[a-zA-Z]|-(?=[a-zA-Z]))")
 _LEAD = re.compile(
-    rf"([+-]?) ?(?:\\text ?\{{)? ?(US|USD|EUR|GBP|INR|Rs\.?)?(?![a-zA-Z]) ?\}}? ?([{CURRENCIES}])? ?([+-]?) ?(?=[\d.\\(])"
+    rf"([+-]?) ?(?:\\text ?\{{)? ?(US|USD|EUR|GBP|INR|JPY|CHF|SEK|NOK|DKK|PLN|AUD|CAD|Rs\.?)?(?![a-zA-Z]) ?\}}? ?([{CURRENCIES}])? ?([+-]?) ?(?=[\d.\\(])"
 )
-_CODES = {"US": "$", "USD": "$", "EUR": "€", "GBP": "£", "INR": "₹", "Rs": "₹"}
+_CODES = {"US": "$", "Rs": "₹"}
 
 
 @dataclass(frozen=True)
@@ -156,6 +165,7 @@ def unit_of(words: str) -> tuple[Unit, int]:
     text = re.sub(r"\^ \{ (-?\d) \}", r"^\1", text).replace("{", " ").replace("}", " ")
     text = text.replace(r"\%", "%").replace(r"\cdot", " ").replace("-", " ")
     text = re.sub(r"\^ ?\\circ ?([CF](?![a-zA-Z]))", r" deg\1 ", text).replace(r"^\circ", " deg ")
+    text = re.sub(r"([a-zA-Z]+) *\^ *-(\d)", r"/ \1^\2", text)
     main: list[str] = []
     per: list[str] = []
     nouns: set[str] = set()
@@ -163,7 +173,7 @@ def unit_of(words: str) -> tuple[Unit, int]:
     for token in _TOKEN.findall(text):
         word = token.lower().strip(".") or token
         if token.startswith("^"):
-            if into:
+            if into and token[-1] != "1":
                 into[-1] = into[-1].split("^")[0] + "^" + re.sub(r"\D", "", token)
         elif word in _SCALES and (word != "dozen" or scale == 1):
             scale *= _SCALES[word]
@@ -174,7 +184,7 @@ def unit_of(words: str) -> tuple[Unit, int]:
                 into[-1] += f"^{_POWER_WORDS[word]}"
         elif word in _PER and (main or nouns):
             into, seen_per = per, True
-        elif word in ("in", *SINGLE_LETTERS) and into and not (token == "in" and power > 1):
+        elif word in ("in", *SINGLE_LETTERS) and (into or nouns) and not seen_per and not (token == "in" and power > 1):
             continue
         elif word in ("c", "f") and into and into[-1] == "deg":
             into[-1] = "deg" + word.upper()
@@ -199,7 +209,7 @@ def split(text: str, letters: frozenset[str] = frozenset()) -> tuple[str, Unit, 
     lead = _LEAD.match(text)
     money, rest = None, text
     if lead and (lead[2] or lead[3]):
-        money = lead[3] or _CODES[lead[2].strip(".")]
+        money = lead[3] or _CODES.get(lead[2].strip(".")) or _UNITS[lead[2].lower()]
         rest = ("-" if "-" in lead[1] + lead[4] else "") + text[lead.end() :]
     core, words = rest, ""
     for start in _START.finditer(rest):
@@ -216,6 +226,8 @@ def _is_unit(core: str, words: str, letters: frozenset[str]) -> bool:
     if not core.strip() or not _TRAILER.fullmatch(words) or core.count("{") != core.count("}"):
         return False
     if core.count("(") != core.count(")") or core.rstrip()[-1] in "+*/^_\\=,<>":
+        return False
+    if "^\\circ" in words and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", core):
         return False
     if words.lstrip().startswith(("\\text", "\\%", "‰", "^\\circ", *CURRENCIES)):
         return re.search(r"[\w}]", core) is not None
