@@ -89,15 +89,11 @@ def grade_school(num: int, seed: int) -> list[Case]:
         a, b, c = rng.randint(2, 60), rng.randint(2, 40), rng.randint(100, 90_000)
         gold = rng.choice([a * b, c, c * 12, c / 4])
         said = gold if (is_right := rng.random() < 2 / 3) else gold + rng.choice([-1, 1, 10])
-        shown = rng.choice([f"{said:,}", f"{said}", f"${said}", f"{said} apples"])
+        places = 2 if isinstance(gold, float) else 0
+        shown = rng.choice(["{:,.%df}", "{:.%df}", "${:.%df}", "{:.%df} apples"]) % places
         steps = [f"There are {a} boxes with {b} pieces, that is {a} * {b} = {a * b}."] * rng.randint(2, 6)
-        cases.append(
-            (
-                f"{gold:g}" if gold < 1e5 else f"{gold}",
-                "\n".join([*steps, rng.choice(_ENDINGS).format(shown)]),
-                is_right,
-            )
-        )
+        end = rng.choice(_ENDINGS).format(shown.format(said))
+        cases.append((f"{gold:.{places}f}", "\n".join([*steps, end]), is_right))
     return cases
 
 
@@ -105,6 +101,14 @@ def ours(gold: str, completion: str) -> bool:
     from areal_hpc.verifiers.math import reward
 
     return reward("", completion, {"answer": gold})[1] == "correct"
+
+
+def forget() -> None:
+    """Empty the caches of answers that were read before; what was compiled and imported stays warm."""
+    from areal_hpc.verifiers import shapes, symbolic
+
+    shapes.read.cache_clear()
+    symbolic.forget()
 
 
 def bare(gold: str, completion: str) -> bool:
@@ -120,6 +124,7 @@ def measure(cases: Sequence[Case], repeats: int) -> tuple[Side, Side]:
     sides = Side(ours), Side(bare)
     for _ in range(repeats):
         for side in sides:
+            forget()
             side.run(cases)
     return sides
 
@@ -145,7 +150,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     school = measure(grade_school(options.answers, options.seed), options.repeats)
-    competition = measure(_COMPETITION * 5, options.repeats)
+    competition = measure(_COMPETITION, options.repeats)
     mine, other = school
     met = median(mine.per_s) >= REQUIRED_PER_S and mine.p99_s <= REQUIRED_P99_S
     required = f">= {REQUIRED_PER_S} answers/s, p99 <= {REQUIRED_P99_S * 1e3:g} ms: {'met' if met else 'MISSED'}"

@@ -7,7 +7,8 @@ from fractions import Fraction
 
 from areal_hpc.verifiers import symbolic, units
 from areal_hpc.verifiers.numerals import Number, decimal_comma, is_rounding
-from areal_hpc.verifiers.shapes import Based, Body, Equation, Formula, Group, Matrix, Value, Words, plain, read
+from areal_hpc.verifiers.shapes import read
+from areal_hpc.verifiers.values import Based, Body, Equation, Formula, Group, Matrix, Value, Words, plain
 
 
 def same(gold: Value, answer: Value) -> bool:
@@ -84,12 +85,10 @@ def _same_bodies(gold: Body, answer: Body) -> bool:
         return gold == answer
     if isinstance(gold, Words) or isinstance(answer, Words):
         return _same_words(gold, answer)
-    if isinstance(gold, Formula) and isinstance(answer, Number) and answer.places is not None:
-        if symbolic.rounds_to(answer, gold.latex):
-            return True
-    if isinstance(gold, Number) and isinstance(answer, Formula) and gold.places is not None:
-        if symbolic.rounds_to(gold, answer.latex):
-            return True
+    if isinstance(gold, Formula) and isinstance(answer, Number) and symbolic.rounds_to(answer, gold.latex):
+        return True
+    if isinstance(gold, Number) and isinstance(answer, Formula) and symbolic.rounds_to(gold, answer.latex):
+        return True
     return symbolic.equal(_latex(gold), _latex(answer))
 
 
@@ -124,9 +123,9 @@ def _same_groups(gold: Body, answer: Body) -> bool:
     if gold.unordered and answer.unordered:
         return _match(list(gold.items), list(answer.items))
     brackets = {(gold.opening, gold.closing), (answer.opening, answer.closing)}
-    if len(brackets) > 1 and brackets != {("(", ")"), ("", "")}:
-        if brackets != {("(", ")"), ("[", "]")} or len(gold.items) < 3:
-            return False
+    is_vector = len(gold.items) > 2 and brackets == {("(", ")"), ("[", "]")}
+    if len(brackets) > 1 and brackets != {("(", ")"), ("", "")} and not is_vector:
+        return False
     return all(same(one, two) for one, two in zip(gold.items, answer.items, strict=True))
 
 

@@ -49,26 +49,32 @@ _DENIED = re.compile(
     r"\b(?:is|was|are|were|be|looks|seems)\s+(?:\w+\s+)?(?:wrong|incorrect|false|not|impossible)\b", re.IGNORECASE
 )
 _NEGATION = re.compile(
-    r"\b(?:not|never|cannot|no longer|neither|nor|\w+n't|wrong|incorrect|false|untrue|might|could|maybe|perhaps|may|differs?|different|than|except|unlike|doubt)\b|≠|\\neq?",
+    r"\b(?:not|never|cannot|no longer|neither|nor|\w+n't|wrong|incorrect|false|untrue|might|could|maybe|perhaps|may"
+    r"|differs?|different|than|except|unlike|doubt)\b|≠|\\neq?",
     re.IGNORECASE,
 )
 _INSTEAD = re.compile(
     r"\b(?:but|rather|instead|it is|it's)\b(?:\s+(?:rather|it is|is))?\s+(?P<value>[^,;]*\S)\s*$", re.IGNORECASE
 )
 _RETRACTED = re.compile(
-    r"\b(?:that|this|it)(?:'s| is| was| can(?:not|'t) be| is(?:n't| not))\s+(?:not\s+)?(?:wrong|incorrect|right|correct|a mistake|mistaken)\b"
+    r"\b(?:that|this|it)(?:'s| is| was| can(?:not|'t) be| is(?:n't| not))\s+(?:not\s+)?"
+    r"(?:wrong|incorrect|right|correct|a mistake|mistaken)\b"
     r"|\bi made (?:a|an) (?:mistake|error)|\bwait,|\bscratch that|\bignore that",
     re.IGNORECASE,
 )
 _CONFIRMED = re.compile(r"\b(?:is|was|'s)\s+(?:right|correct)\b", re.IGNORECASE)
 _POLITE = re.compile(r"hope|let me know|feel free|happy to|q\.?e\.?d|^\W*$|therefore,?$|thank", re.IGNORECASE)
 _CUT = re.compile(
-    r"[\s,;(]+(?:not|because|since|which|where|whereas|when|if|instead|rather|but|so|as|assuming|rounded|i hope|and not)\b.*|\s+\((?=[^()]*[a-z]{2,} [a-z]{2,})[^()\\]*\)$",
+    r"[\s,;(]+(?:not|because|since|which|where|whereas|when|if|instead|rather|but|so|as|assuming|rounded|i hope|and not)"
+    r"\b.*"
+    r"|\s+\((?=[^()]*[a-z]{2,} [a-z]{2,})[^()\\]*\)$",
     re.IGNORECASE | re.DOTALL,
 )
 _MATH = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$((?:\\.|[^$\n\\])+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _VALUE = re.compile(
-    r"(?:(?<![\w.])[-−+])?\s?[$€£¥₹]?\s?(?:\\frac\{[^{}]*\}\{[^{}]*\}|(?:\d[\d,.'’_ ]*)?\.?\d+(?:\s?[eE][+-]?\d+)?(?:\s*[/^:]\s*\d+)*(?:\s+\d+/\d+)?)"
+    r"(?:(?<![\w.])[-−+])?\s?[$€£¥₹]?\s?(?:\\frac\{[^{}]*\}\{[^{}]*\}"
+    r"|(?:\d[\d,.'’_ ]*)?\.?\d+(?:\s?[eE][+-]?\d+)?"
+    r"(?:\s*[/^:]\s*\d+)*(?:\s+\d+/\d+)?)"
     r"(?:\s?(?:\\?%|°[CF]?|[€£¢]|[a-zA-Z²³]+(?:\s*/\s*[a-zA-Z]+)?(?:\^\d)?))?"
 )
 _NO_VALUE_WORD = re.compile(r"[a-zA-Z]{3,}")

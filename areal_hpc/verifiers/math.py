@@ -16,11 +16,12 @@ When it is correct:
 - The gold answer's unit, percent sign or variable (x = 5) may be missing, or one be added; a different one is wrong.
   No unit is converted. 50% is also 1/2. A base (52_8) is part of the number.
 - Lists without brackets and sets have no order, tuples, intervals and matrices do; brackets count.
-- a = b = c must be true. Words are compared without case. Formulas are compared by value (areal_hpc.verifiers.symbolic).
+- a = b = c must be true. Words are compared without case. Formulas are compared by value
+  (areal_hpc.verifiers.symbolic).
 
 Outcomes: "correct" (reward 1), "wrong" and "unparsed" (reward 0). Unparsed: no answer was given, or it cannot be read
-within the limits: LONGEST characters (a plain number: LONGEST_NUMBER), LIMIT_S of CPU time, LIMIT_BYTES of memory, brackets 12 deep, exponents 3 deep,
-powers and factorials of up to about 5,000 digits.
+within the limits: LONGEST characters (a plain number: LONGEST_NUMBER), LIMIT_S of CPU time, LIMIT_BYTES of memory,
+brackets 12 deep, exponents 3 deep, powers and factorials of up to about 5,000 digits.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from areal_hpc.verifiers.compare import same
 from areal_hpc.verifiers.extract import Found, final_answer
 from areal_hpc.verifiers.limits import OutOfTime, limited
 from areal_hpc.verifiers.numerals import Number
-from areal_hpc.verifiers.shapes import Group, TooDeep, Value, read
+from areal_hpc.verifiers.shapes import TooDeep, read
 from areal_hpc.verifiers.symbolic import Misread, Unreadable
 from areal_hpc.verifiers.units import SINGLE_LETTERS
+from areal_hpc.verifiers.values import Group, Value
 
 Outcome = Literal["correct", "wrong", "unparsed"]
 

@@ -31,7 +31,7 @@ class Number:
 _SEPARATORS = (",", " ", "'", "_", ".")
 _PLAIN = re.compile(r"\d+|\d+\.\d*|\.\d+")
 _WHOLE = "|".join(
-    [r"[1-9]\d{0,2}(?:%s\d{3})+" % re.escape(mark) for mark in _SEPARATORS[:-1]]
+    [r"[1-9]\d{0,2}(?:" + re.escape(mark) + r"\d{3})+" for mark in _SEPARATORS[:-1]]
     + [r"[1-9]\d?(?:,\d{2})+,\d{3}"]  # lakh and crore
 )
 _GROUPED = re.compile(rf"({_WHOLE})(\.\d+)?")

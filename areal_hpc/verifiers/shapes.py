@@ -1,90 +1,18 @@
-"""What an answer is: a number, words, a formula, or a list, interval, matrix or equation made of such."""
+"""Read what an answer is: a number, words, a formula, or a list, interval, matrix or equation made of such."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from functools import lru_cache
 
 from areal_hpc.verifiers import units
-from areal_hpc.verifiers.numerals import Number, number
+from areal_hpc.verifiers.numerals import number
 from areal_hpc.verifiers.tidy import match_brace, tidy
+from areal_hpc.verifiers.values import Based, Equation, Formula, Group, Matrix, Value, Words, plain
 
 MAX_ITEMS = 200
 MAX_DEPTH = 12
 MAX_NESTING = 40
-
-
-@dataclass(frozen=True)
-class Based:
-    """A numeral in a base other than ten."""
-
-    digits: str
-    base: int
-
-
-@dataclass(frozen=True)
-class Words:
-    """Text, in small letters, without articles and punctuation."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Formula:
-    """Tidy LaTeX for math-verify."""
-
-    latex: str
-
-
-@dataclass(frozen=True)
-class Group:
-    """Values in brackets; `opening` is "" for a bare list and "u" for a union, where order does not matter."""
-
-    opening: str
-    items: tuple[Value, ...]
-    closing: str
-
-    @property
-    def unordered(self) -> bool:
-        return self.opening in ("", "{", "u")
-
-
-@dataclass(frozen=True)
-class Matrix:
-    rows: tuple[tuple[Value, ...], ...]
-    kind: str
-    latex: str
-
-
-@dataclass(frozen=True)
-class Equation:
-    """Sides of an equation that does not just give a name to a value, as tidy LaTeX."""
-
-    left: str
-    right: str
-
-
-Body = Number | Based | Words | Formula | Group | Matrix | Equation
-
-
-@dataclass(frozen=True)
-class Value:
-    """One answer.
-
-    Attributes:
-        text: tidy text without blanks and `\\text`; equal texts are equal answers.
-        name: the variable of `x = ...` or `x \\in ...`, if it was written.
-        claims: other sides of a chain `a = b = ...`: all must equal the body, or (`rough`) nearly so.
-    """
-
-    text: str
-    body: Body
-    unit: units.Unit = units.NONE
-    scale: int = 1
-    name: str | None = None
-    claims: tuple[Value, ...] = field(default=())
-    rough: bool = False
 
 
 class TooDeep(ValueError):
@@ -96,9 +24,8 @@ _COMMAS = re.compile(r",(?: ?and )?|;| and | or |\\lor ?|\\vee ?")
 _MATRIX = re.compile(r"\\begin ?\{([a-zA-Z]*matrix|array)\}(?:\{[^{}]*\})?(.*)\\end ?\{\1\}", re.DOTALL)
 _BASED = re.compile(r"\(?([0-9A-Za-z]+(?:[ ,][0-9A-Za-z]{3,4})*)\)? ?_ ?\{?\(?(?:\\text\{)?(\w+)\}?\)?\}?")
 _BASE_WORD = re.compile(r"(\w+) ?\(?(?:\\text\{)? ?\(?(?:in )?base[- ]?\}? ?(\w+) ?\)?\}?\)?")
-_BASE_NAMES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
-)
+_BASE_NAMES = "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen"
+_NAMED_BASES = {name: base for base, name in enumerate(_BASE_NAMES.split("|"))}
 _NAME = re.compile(
     r"(?:m ?)?(?:\\(?:angle|triangle|overline|vec|hat|bar|mathbf)\s*)?\{?"
     r"(?:[a-zA-Z]|\\(?!frac|sqrt|sin|cos|tan|log|ln|pi|text|infty)[a-zA-Z]+ ?|[A-Z]{2,4})\}?'*"
@@ -128,13 +55,6 @@ def _nesting(text: str) -> int:
         depth += (char in "([{") - (char in ")]}")
         deepest = max(deepest, depth)
     return deepest
-
-
-def plain(text: str) -> str:
-    r"""Without blanks and \text, to see whether two texts are the same."""
-    text = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text).strip()
-    text = re.sub(r"(?<!\d) | (?!\d)", "", text)  # 1 3 is not 13
-    return re.sub(r"(?<![\w}])\{([^{}]*)\}", r"\1", re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)).removeprefix("+")
 
 
 def _read(text: str, letters: frozenset[str], depth: int) -> Value:
@@ -201,7 +121,7 @@ def _based(text: str, key: str, *_: object) -> Value | None:
     if match is None:
         return None
     name = match[2].lower()
-    base = int(name) if name.isdigit() and len(name) < 3 else _BASE_NAMES.index(name) if name in _BASE_NAMES else 0
+    base = int(name) if name.isdigit() and len(name) < 3 else _NAMED_BASES.get(name, 0)
     digits = re.sub(r"[ ,]", "", match[1]).upper()
     if not 2 <= base <= 36 or any(not char.isascii() or int(char, 36) >= base for char in digits):
         return None
@@ -339,9 +259,9 @@ def _bracketed(text: str, key: str, letters: frozenset[str], depth: int) -> Valu
         ("[", "["),
     ):
         return None
-    if "]" == opening:
+    if opening == "]":
         opening = "("
-    if "[" == closing:
+    if closing == "[":
         closing = ")"
     if any(bracket in inside for bracket in ("\\cup", ")(")):
         return None

@@ -47,7 +47,8 @@ _POINTS = [
 ]
 _DECIMAL = re.compile(r"(?<![\w.])(\d+\.\d+|\.\d+)(?![\w.]*\.)|(?<![\d.])(\d*\.\d+)(?=[a-zA-Z\\])")
 _MISREAD = re.compile(  # signs and words it leaves out, and numbers side by side, which it multiplies or adds
-    r"['?:#]|\\ldots|\\prime|\\pmod|(?<![_\w.])\d+ \d|\d ?_|(?<![_\w])\d+ ?\{|(?<![\w}^_\]])\{\d+\} ?\d|\d[eE]\d|\.\d+\.|\^\{[^{}]*\} ?\^|\\(?:overline|hat|vec|dot|bar)\{\d"
+    r"['?:#]|\\ldots|\\prime|\\pmod|(?<![_\w.])\d+ \d|\d ?_|(?<![_\w])\d+ ?\{|(?<![\w}^_\]])\{\d+\} ?\d"
+    r"|\d[eE]\d|\.\d+\.|\^\{[^{}]*\} ?\^|\\(?:overline|hat|vec|dot|bar)\{\d"
 )
 _REWRITTEN = [
     (re.compile(pattern), replacement)
@@ -139,6 +140,11 @@ def value_of(formula: str) -> float | None:
     parsed = _parsed(formula)
     value = None if not _is_expression(parsed) or parsed.free_symbols else _value(parsed, 0)
     return float(value) if value is not None and value.is_real else None
+
+
+def forget() -> None:
+    """Empty the cache of formulas."""
+    _parsed.cache_clear()
 
 
 def latex(number: Fraction) -> str:
@@ -239,7 +245,8 @@ def _with_imaginary_unit(left: Any, right: Any) -> tuple[Any, Any]:
 
 def _sampled(left: Any, right: Any) -> bool | None:
     """Equal or not at all points where both are real, or where both have any value; None if nowhere."""
-    real, other = [], []
+    real: list[bool] = []
+    other: list[bool] = []
     for point in range(len(_POINTS)):
         one, two = _value(left, point), _value(right, point)
         if one is None or two is None:

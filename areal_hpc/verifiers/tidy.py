@@ -41,20 +41,21 @@ _NAMES = {
     **{"ast": "*", "colon": ":", "euro": "€", "pounds": "£", "cent": "¢", "percent": r"\%", "thickapprox": r"\approx"},
     **{"langle": "(", "rangle": ")", "lparen": "(", "rparen": ")", "infin": r"\infty", "simeq": r"\approx"},
 }
-_EMPTY = (
-    "left right middle big Big bigl bigr Bigl Bigr bigg Bigg biggl biggr Biggl Biggr displaystyle textstyle "
-    "limits nolimits boldsymbol bm mathbf mathit mathsf mathtt mathnormal rm bf it mathop protect large Large "
-    "normalsize Longrightarrow Rightarrow implies therefore because tt hfill boxed fbox"
-).split()
-_TEXTS = (
-    "text textbf textit textrm textsf texttt textnormal textup mbox hbox mathrm operatorname emph underline".split()
+_EMPTY = re.compile(
+    "left|right|middle|big|Big|bigl|bigr|Bigl|Bigr|bigg|Bigg|biggl|biggr|Biggl|Biggr|displaystyle|"
+    "textstyle|limits|nolimits|boldsymbol|bm|mathbf|mathit|mathsf|mathtt|mathnormal|rm|bf|it|mathop|"
+    "protect|large|Large|normalsize|Longrightarrow|Rightarrow|implies|therefore|because|tt|hfill|boxed|"
+    "fbox"
+)
+_TEXTS = re.compile(
+    "text|textbf|textit|textrm|textsf|texttt|textnormal|textup|mbox|hbox|mathrm|operatorname|emph|underline"
 )
 _COMMAND = re.compile(r"\\([a-zA-Z]+)\*?")
 _SPACES = re.compile(r"(?<!\\)\\[,;: ]|\\(?:quad|qquad|enspace|thinspace|medspace|nobreakspace)(?![a-zA-Z])|~|\s+")
-_FUNCTIONS = (
-    "arcsin arccos arctan sinh cosh tanh sin cos tan cot sec csc log ln exp sqrt pi infty alpha beta theta".split()
+_FUNCTIONS = re.compile(
+    "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|infty|alpha|beta|theta"
 )
-_BARE_FUNCTION = re.compile(rf"(?<![a-zA-Z\\])({'|'.join(_FUNCTIONS)})(?![a-zA-Z])")
+_BARE_FUNCTION = re.compile(rf"(?<![a-zA-Z\\])({_FUNCTIONS.pattern})(?![a-zA-Z])")
 _WRAPPED = [
     re.compile(pattern, re.DOTALL)
     for pattern in (
@@ -131,8 +132,8 @@ def _from_unicode(text: str) -> str:
         return text
     text = re.sub(r"(\d[\u0305]?)*\d\u0305", lambda m: _overlined(m[0]), text)
     for table, mark in ((_RAISED, "^"), (_LOWERED, "_")):
-        pattern = re.compile(f"[{re.escape(''.join(table))}]+")
-        text = pattern.sub(lambda m, t=table, k=mark: f"{k}{{{''.join(t[c] for c in m[0])}}}", text)
+        letters = str.maketrans(table)
+        text = re.sub(f"([{re.escape(''.join(table))}]+)", rf"{mark}{{\1}}", text).translate(letters)
     out = []
     for char in text:
         if "FRACTION" in unicodedata.name(char, "") and (parts := unicodedata.normalize("NFKC", char)) != char:
@@ -153,9 +154,9 @@ def _overlined(digits: str) -> str:
 
 def _command(match: re.Match[str]) -> str:
     name = match[1]
-    if name in _EMPTY:
+    if _EMPTY.fullmatch(name):
         return ""
-    if name in _TEXTS:
+    if _TEXTS.fullmatch(name):
         return r"\text"
     return _NAMES.get(name, match[0])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from fractions import Fraction
 
 _SPELLINGS = """
 $: dollar dollars usd us$ buck bucks
@@ -95,16 +94,18 @@ SINGLE_LETTERS = frozenset("mgshltwvajn")
 """Units of one letter."""
 _POWER_WORDS = {"square": 2, "squared": 2, "sq": 2, "cubic": 3, "cubed": 3, "cu": 3}
 _PER = {"per", "/", "a", "an", "each", "every"}
-_FILLERS = set(
-    "of the in total long wide tall high deep old more away left and to for at on by is was will his her".split()
+_FILLERS = re.compile(
+    "of|the|in|total|long|wide|tall|high|deep|old|more|away|left|and|to|for|at|on|by|is|was|will|his|her"
 )
 _TOKEN = re.compile(r"/|[a-zA-Z.]+|\^ ?-?\d|[$€£¥₹₩₽₱¢%‰]|\S")
 _TRAILER = re.compile(
-    r"(?:\\text ?\{[^{}]*\}|\\%|‰|\^\\circ ?[CF]?|\^ ?\{?(?:[23]|-[12])\}?(?!\d)|[/]|[$€£¥₹₩₽₱¢]|\\cdot|[a-zA-Z]+(?![a-zA-Z])\.?|'|-|,| )+$"
+    r"(?:\\text ?\{[^{}]*\}|\\%|‰|\^\\circ ?[CF]?|\^ ?\{?(?:[23]|-[12])\}?(?!\d)|[/]"
+    r"|[$€£¥₹₩₽₱¢]|\\cdot|[a-zA-Z]+(?![a-zA-Z])\.?|'|-|,| )+$"
 )
 _START = re.compile(r"[ ]?(?:\\text ?\{|\\%|‰|\^\\circ|[$€£¥₹₩₽₱¢]|[a-zA-Z]|-(?=[a-zA-Z]))")
 _LEAD = re.compile(
-    rf"([+-]?) ?(?:\\text ?\{{)? ?(US|USD|EUR|GBP|INR|JPY|CHF|SEK|NOK|DKK|PLN|AUD|CAD|Rs\.?)?(?![a-zA-Z]) ?\}}? ?([{CURRENCIES}])? ?([+-]?) ?(?=[\d.\\(])"
+    r"([+-]?) ?(?:\\text ?\{)? ?(US|USD|EUR|GBP|INR|JPY|CHF|SEK|NOK|DKK|PLN|AUD|CAD|Rs\.?)?"
+    rf"(?![a-zA-Z]) ?\}}? ?([{CURRENCIES}])? ?([+-]?) ?(?=[\d.\\(])"
 )
 _CODES = {"US": "$", "Rs": "₹"}
 
@@ -156,16 +157,16 @@ def _alike(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
     """The same names; pounds are money or weight."""
     if gold == answer:
         return True
-    return "pounds" in gold + answer and {*gold, *answer} <= {"pounds", "£"} or {*gold, *answer} <= {"pounds", "lb"}
+    return {*gold, *answer} in ({"pounds", "£"}, {"pounds", "lb"})
 
 
 def unit_of(words: str) -> tuple[Unit, int]:
     """The unit that `words` (tidy text) tell, and the scale (million, dozen: a factor)."""
     text = words.replace(r"\text", " ").replace("{", " { ").replace("}", " } ")
     text = re.sub(r"\^ \{ (-?\d) \}", r"^\1", text).replace("{", " ").replace("}", " ")
+    text = re.sub(r"([a-zA-Z]+) *\^ *-(\d)", r"/ \1^\2", text)
     text = text.replace(r"\%", "%").replace(r"\cdot", " ").replace("-", " ")
     text = re.sub(r"\^ ?\\circ ?([CF](?![a-zA-Z]))", r" deg\1 ", text).replace(r"^\circ", " deg ")
-    text = re.sub(r"([a-zA-Z]+) *\^ *-(\d)", r"/ \1^\2", text)
     main: list[str] = []
     per: list[str] = []
     nouns: set[str] = set()
@@ -194,7 +195,7 @@ def unit_of(words: str) -> tuple[Unit, int]:
             into.append(names[0] + (f"^{power}" if power > 1 else ""))
             per += names[1:]
             power = 1
-        elif word.isalpha() and word not in _FILLERS and not seen_per:
+        elif word.isalpha() and not _FILLERS.fullmatch(word) and not seen_per:
             nouns.add(_singular(word))
     if main == ["deg", "degC"] or main == ["deg", "degF"]:
         main = main[1:]
@@ -239,9 +240,15 @@ def _is_unit(core: str, words: str, letters: frozenset[str]) -> bool:
         if len(word) == 1 and not (word.lower() in letters or (i > 0 and word in "aCF")):
             if not (i > 0 and word.lower() in SINGLE_LETTERS and "/" in bare):
                 return False
-        elif word.lower() not in _UNITS and word.lower() not in _SCALES and not (spaced or i > 0):
-            return False
-        elif len(word) == 2 and word.lower() not in _UNITS and i == 0 and word.lower() not in _POWER_WORDS:
+        elif (
+            word.lower() not in _UNITS
+            and word.lower() not in _SCALES
+            and not (spaced or i > 0)
+            or len(word) == 2
+            and word.lower() not in _UNITS
+            and i == 0
+            and word.lower() not in _POWER_WORDS
+        ):
             return False
     return True
 

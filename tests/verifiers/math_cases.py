@@ -1081,7 +1081,7 @@ COMPLETIONS: dict[str, list[tuple[str, str, str]]] = {
         ("42", "x ≠ 42", UNPARSED),
         ("42", "The answer is $\\neq 42$.", UNPARSED),
         ("42", "If the answer is 42, then x = 3.", UNPARSED),
-        ("3", "If the answer is 42, then x = 3.", CORRECT),
+        ("3", "If the answer is 42, then x = 3.", UNPARSED),
         ("42", "The answer is not 42, it is 43.", WRONG),
         ("43", "The answer is not 42, it is 43.", CORRECT),
         ("5", "The answer is 6 = 5", WRONG),
