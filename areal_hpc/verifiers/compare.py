@@ -29,10 +29,12 @@ def same(gold: Value, answer: Value) -> bool:
         return False
     if isinstance(gold.body, Number) and isinstance(answer.body, Number):
         return _same_numbers(gold, answer)
-    if isinstance(gold.body, Number) and (found := decimal_comma(answer.text)) is not None:
-        return gold.body.value == found.value
-    if gold.unit.is_percent != answer.unit.is_percent and isinstance(gold.body, Formula):
-        return gold.unit.is_percent
+    if isinstance(gold.body, Number) and isinstance(answer.body, Group) and "," in answer.text:
+        core, unit, scale = units.split(answer.text)
+        if (found := decimal_comma(core)) is not None:
+            return units.agree(gold.unit, unit) and _same_numbers(gold, Value("", found, unit, scale))
+    if gold.unit.is_percent != answer.unit.is_percent:
+        return gold.unit.is_percent and _same_bodies(gold.body, answer.body)
     return gold.scale == answer.scale and _same_bodies(gold.body, answer.body)
 
 
@@ -100,10 +102,8 @@ def _latex(body: Body) -> str:
 
 
 def _same_words(gold: Body, answer: Body) -> bool:
-    """Words without regard to case; a letter of a choice also with what it stands for behind it."""
+    """Words without regard to case."""
     if isinstance(gold, Words) and isinstance(answer, Words):
-        if len(gold.text) == 1 and re.match(rf"{gold.text} \w", answer.text):
-            return True
         return gold.text == answer.text != ""
     words, other = (gold, answer) if isinstance(gold, Words) else (answer, gold)
     assert isinstance(words, Words)

@@ -65,9 +65,9 @@ _RETRACTED = re.compile(
 _CONFIRMED = re.compile(r"\b(?:is|was|'s)\s+(?:right|correct)\b", re.IGNORECASE)
 _POLITE = re.compile(r"hope|let me know|feel free|happy to|q\.?e\.?d|^\W*$|therefore,?$|thank", re.IGNORECASE)
 _CUT = re.compile(
-    r"[\s,;(]+(?:not|because|since|which|where|whereas|when|if|instead|rather|but|so|as|assuming|rounded|i hope|and not)"
-    r"\b.*"
-    r"|\s+\((?=[^()]*[a-z]{2,} [a-z]{2,})[^()\\]*\)$",
+    r"[\s,;(]+(?:not|because|since|which|where|whereas|when|if|instead|rather|but|so|as|assuming|rounded|and not"
+    r"|i (?:hope|think|believe))\b.*"
+    r"|\s+\((?=[^()]*[a-z]{2,} [a-z]{2,})[^()\\]*\)$|\s+\([a-z]{3,}\)\.?$",
     re.IGNORECASE | re.DOTALL,
 )
 _MATH = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$((?:\\.|[^$\n\\])+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
@@ -77,7 +77,9 @@ _VALUE = re.compile(
     r"(?:\s*[/^:]\s*\d+)*(?:\s+\d+/\d+)?)"
     r"(?:\s?(?:\\?%|°[CF]?|[€£¢]|[a-zA-Z²³]+(?:\s*/\s*[a-zA-Z]+)?(?:\^\d)?))?"
 )
-_NO_VALUE_WORD = re.compile(r"[a-zA-Z]{3,}")
+_NO_VALUE_WORD = re.compile(r"[a-zA-Z]{3,}|\b(?:is|it|we|he|so|to|of|at|as|by|be|if)\b", re.IGNORECASE)
+_OPENING = re.compile(r"^(?:(?:so|thus|hence|therefore|then|and|now|finally|we (?:get|have))\b[\s,:]*)+", re.IGNORECASE)
+_FUNCTION = re.compile(r"\\?(?:sqrt|sin|cos|tan|log|ln|exp|pi)\b")
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,8 @@ def _stated(sentence: str, following: list[str]) -> str | None:
 
 def _pick(value: str) -> str | None:
     """The answer itself out of the words behind "the answer is"."""
-    value = re.sub(r"(?<![\w)])\*\*|\*\*(?![\w(])", " ", value).strip().strip("*_").strip()
+    value = re.sub(r"(?<![\w)])\*\*|\*\*(?![\w(])", " ", value).strip().rstrip(".").strip("*_")
+    value = _OPENING.sub("", value).strip()
     pieces = [next(part for part in match.groups() if part) for match in _MATH.finditer(value)]
     if pieces:
         outside = _MATH.sub(" ", value)
@@ -235,6 +238,7 @@ def _pick(value: str) -> str | None:
     value = value[:-1] if value.endswith(")") and "(" not in value else value
     words = _NO_VALUE_WORD.findall(re.sub(r"\\[a-zA-Z]+|\\text\{[^{}]*\}", " ", value))
     starts = re.match(r"[-−+($€£¥₹\\\d.√π]|[a-zA-Z]\b", value) is not None
+    starts = starts or _FUNCTION.match(value) is not None
     if words and not starts and (found := list(_VALUE.finditer(value))):
         return value[found[0].start() :].strip() if len(found) == 1 else found[-1][0].strip()
     return value or None
@@ -255,6 +259,7 @@ def _last_value(sentences: list[str]) -> str | None:
         sentence = sentence.strip("*_# ")
         if sentence.endswith("?"):
             continue
+        sentence = _OPENING.sub("", sentence)
         if _NEGATION.search(_MATH.sub(" ", sentence)):
             return None
         if pieces := [next(part for part in match.groups() if part) for match in _MATH.finditer(sentence)]:

@@ -70,11 +70,11 @@ def _read(text: str, letters: frozenset[str], depth: int) -> Value:
     for reader in (_based, _matrix, _builder, _ratio, _relation, _union, _bracketed, _list, _signs):
         if (value := reader(text, key, letters, depth + 1)) is not None:
             return value
+    if choice := _CHOICE.match(text):
+        return Value(key, Words(next(filter(None, choice.groups())).lower()))
     if _is_words(text):
         words = _clean_words(text)
         return Value(key, Group("{", (), "}") if words in _NOTHING else Words(words))
-    if choice := _CHOICE.match(text):
-        return Value(key, Words(next(filter(None, choice.groups())).lower()))
     if unit or scale != 1:
         inner = _read(core, letters, depth + 1)
         if not inner.unit:
@@ -268,7 +268,10 @@ def _bracketed(text: str, key: str, letters: frozenset[str], depth: int) -> Valu
     parts = _items(inside)
     if not all(parts) or (len(parts) < 2 and opening != "\\{") or not _balanced(inside):
         return None
-    return Value(key, Group(opening.strip("\\"), tuple(_flat(parts, letters, depth)), closing.strip("\\")))
+    items = _flat(parts, letters, depth)
+    if opening == "\\{":
+        items = list({item.text: item for item in items}.values())
+    return Value(key, Group(opening.strip("\\"), tuple(items), closing.strip("\\")))
 
 
 def _flat(parts: list[str], letters: frozenset[str], depth: int) -> list[Value]:
@@ -303,6 +306,8 @@ def _list(text: str, key: str, letters: frozenset[str], depth: int) -> Value | N
     if len(parts) < 2 or not all(parts):
         return None
     items = _flat(parts, letters, depth)
+    if " and " in text and any(item.name and isinstance(item.body, Group) for item in items):
+        return Value(key, Formula(text))  # both inequalities at once, no list of intervals
     last = items[-1]
     if last.unit and not any(item.unit for item in items[:-1]):  # 3 and 4 metres
         items = [Value(i.text, i.body, last.unit, last.scale, i.name, i.claims, i.rough) for i in items]

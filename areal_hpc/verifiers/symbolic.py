@@ -44,10 +44,11 @@ _POINTS = [
     (Fraction(17, 13), Fraction(10, 7)),
     (Fraction(-29, 23), Fraction(-11, 17)),
     (Fraction(31, 11), Fraction(3, 19)),
+    (Fraction(-53, 3), Fraction(-13, 11)),
 ]
 _DECIMAL = re.compile(r"(?<![\w.])(\d+\.\d+|\.\d+)(?![\w.]*\.)|(?<![\d.])(\d*\.\d+)(?=[a-zA-Z\\])")
 _MISREAD = re.compile(  # signs and words it leaves out, and numbers side by side, which it multiplies or adds
-    r"['?:#]|\\ldots|\\prime|\\pmod|(?<![_\w.])\d+ \d|\d ?_|(?<![_\w])\d+ ?\{|(?<![\w}^_\]])\{\d+\} ?\d"
+    r"['?:#]|\\ldots|\\prime|\\p?mod|(?<![_\w.])\d+ \d|\d ?_|(?<![_\w])\d+ ?\{|(?<![\w}^_\]])\{\d+\} ?\d"
     r"|\d[eE]\d|\.\d+\.|\^\{[^{}]*\} ?\^|\\(?:overline|hat|vec|dot|bar)\{\d"
 )
 _REWRITTEN = [

@@ -26,7 +26,7 @@ _GREEK |= {char: f"\\{name[1].upper()}{name[2:]}" for char, name in _GREEK.items
 _GREEK["λ"], _GREEK["Λ"] = r"\lambda ", r"\Lambda "
 
 _NAMES = {
-    **dict.fromkeys(["dfrac", "tfrac", "cfrac"], r"\frac"),
+    **dict.fromkeys(["dfrac", "tfrac", "cfrac", "sfrac", "nicefrac"], r"\frac"),
     **dict.fromkeys(["dbinom", "tbinom"], r"\binom"),
     **dict.fromkeys(["leq", "leqslant"], r"\le"),
     **dict.fromkeys(["geq", "geqslant"], r"\ge"),
@@ -66,6 +66,7 @@ _WRAPPED = [
 _LABEL = re.compile(
     r"\\text ?\{ ?[a-zA-Z ]*(?:answer|result|total|value)?(?: is|:) ?\}|(?:=|:|\\approx(?![a-zA-Z])) ?", re.IGNORECASE
 )
+_NO_LABEL = re.compile(r"\b(?:not|than|least|most|never)\b", re.IGNORECASE)
 _CLOSES = {"{": "}", "(": ")", "[": "]"}
 
 
@@ -109,14 +110,16 @@ def tidy(text: str) -> str:
     text = (
         re.sub(r"\\\\(?=[a-zA-Z])", r"\\", text) if "\\begin" not in text else re.sub(r"\\\\\[[^\]]*\]", r"\\\\", text)
     )
+    text = re.sub(r"\\(?:mathbf|mathit|mathsf|boldsymbol|bm) ?\{(\w)\}", r"\1", text)
     text = _SPACES.sub(" ", text)
     text = _COMMAND.sub(_command, text)
     text = _texts(text)
     text = re.sub(r"\\frac ?\{(\\text ?\{[^{}]*\})\} ?\{(\\text ?\{[^{}]*\}(?:\^\{?\d\}?)?)\}", r"\1/\2", text)
     text = text.strip()
-    text = text[label.end() :] if (label := _LABEL.match(text)) and " not" not in label[0] else text
+    text = text[label.end() :] if (label := _LABEL.match(text)) and not _NO_LABEL.search(label[0]) else text
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?", r"^\\circ ", text)
     text = text.replace("**", "^").replace("<=", r"\le ").replace(">=", r"\ge ").replace("!=", r"\ne ")
+    text = re.sub(r"\bper cents?\b", "percent", text)
     text = re.sub(r"\b([ap])\.m\b\.?", r"\1m", text)
     text = re.sub(r"(?<!\\)%", r"\\%", text)
     text = _BARE_FUNCTION.sub(r"\\\1", text)

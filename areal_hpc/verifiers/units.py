@@ -79,6 +79,7 @@ DKK:
 PLN:
 AUD:
 CAD:
+unit: units
 dozen: dozens
 am: a.m
 pm: p.m
@@ -101,6 +102,9 @@ _TOKEN = re.compile(r"/|[a-zA-Z.]+|\^ ?-?\d|[$€£¥₹₩₽₱¢%‰]|\S")
 _TRAILER = re.compile(
     r"(?:\\text ?\{[^{}]*\}|\\%|‰|\^\\circ ?[CF]?|\^ ?\{?(?:[23]|-[12])\}?(?!\d)|[/]"
     r"|[$€£¥₹₩₽₱¢]|\\cdot|[a-zA-Z]+(?![a-zA-Z])\.?|'|-|,| )+$"
+)
+_NO_UNIT = re.compile(
+    r"\b(?:not|wrong|incorrect|false|never|or|nor|than|least|most|between|except)\b|n't", re.IGNORECASE
 )
 _START = re.compile(r"[ ]?(?:\\text ?\{|\\%|‰|\^\\circ|[$€£¥₹₩₽₱¢]|[a-zA-Z]|-(?=[a-zA-Z]))")
 _LEAD = re.compile(
@@ -225,6 +229,8 @@ def split(text: str, letters: frozenset[str] = frozenset()) -> tuple[str, Unit, 
 
 def _is_unit(core: str, words: str, letters: frozenset[str]) -> bool:
     if not core.strip() or not _TRAILER.fullmatch(words) or core.count("{") != core.count("}"):
+        return False
+    if _NO_UNIT.search(words):
         return False
     if core.count("(") != core.count(")") or core.rstrip()[-1] in "+*/^_\\=,<>":
         return False

@@ -85,4 +85,4 @@ def plain(text: str) -> str:
     r"""Without blanks and \text, to see whether two texts are the same."""
     text = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text).strip()
     text = re.sub(r"(?<!\d) | (?!\d)", "", text)  # 1 3 is not 13
-    return re.sub(r"(?<![\w}])\{([^{}]*)\}", r"\1", re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)).removeprefix("+")
+    return re.sub(r"(?<![\w}^_\]])\{([^{}]*)\}", r"\1", re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)).removeprefix("+")
