@@ -162,12 +162,16 @@ def _boxes(text: str, start: int) -> Found | None:
 
 def _prose(text: str) -> str | None:
     if "####" in text:
-        return text.rpartition("####")[2].strip().split("\n")[0].strip() or None
+        line, _, rest = text.rpartition("####")[2].strip().partition("\n")
+        if not rest.strip() or not re.search(r"[a-zA-Z]{3,}", line):  # else the heading of a section
+            return line.strip() or None
+        text = rest
     if tagged := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
         text = tagged[-1]
         if not re.search(r"[a-zA-Z]{2,}\s+[a-zA-Z]{2,}", text):
             return text.strip()
     text = re.sub(r"<<[^<>\n]*>>|<\|[^|<>]{1,30}\|>|</s>", "", text).replace("’", "'")
+    text = re.sub(r"\\(?:textbf|textit|emph|underline)\{([^{}]*)\}", r"\1", text)
     text = _DISPLAY.sub(lambda match: match[0].replace("\n", " "), text)
     sentences = [part.strip()[-_LONGEST_SENTENCE:] for part in _SENTENCE_END.split(text) if part and part.strip()]
     while sentences and _POLITE.search(sentences[-1]) and not re.search(r"\d", sentences[-1]):
@@ -206,8 +210,7 @@ def _stated(sentence: str, following: list[str]) -> str | None:
     value = match["value"].strip()
     if not value and following and match["verb"].strip().lower() in (":", "is", "is:", "are", "="):
         value = following[0]
-    prefix = sentence[: sentence.find(match["value"])] if match["value"] else sentence
-    clause = re.split(r"[,;:]", _IDIOMS.sub("", prefix[: match.start()]))[-1]
+    clause = re.split(r"[,;:]", _IDIOMS.sub("", sentence[: sentence.rfind(match[0])]))[-1]
     if _NEGATION.search(clause) or _NEGATED_PREFIX.search(clause):
         return DENIED
     denied = re.search(r"n't|not", match["verb"], re.IGNORECASE) or re.match(
@@ -246,11 +249,9 @@ def _pick(value: str) -> str | None:
 
 def _keep(value: str, between: str) -> str:
     """`value` as far as `between`, the same text with formulas replaced, was kept."""
-    return (
-        value
-        if len(between) >= len(_MATH.sub(" @ ", value))
-        else value[: value.rfind(list(_MATH.finditer(value))[-1][0]) + len(list(_MATH.finditer(value))[-1][0])]
-    )
+    if len(between) >= len(_MATH.sub(" @ ", value)):
+        return value
+    return value[: [match.end() for match in _MATH.finditer(value)][-1]]
 
 
 def _last_value(sentences: list[str]) -> str | None:

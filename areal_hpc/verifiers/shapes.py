@@ -34,6 +34,7 @@ _NAME = re.compile(
 )
 _LABEL = re.compile(r"(?=.*[A-Za-z]{3})(?:(?:\\text ?\{[^{}]*\}|[A-Za-z]+(?![A-Za-z])) ?)+(?:\([^()]*\))?:?")
 _CHOICE = re.compile(r"\\text ?\{ ?\(([A-Z])\) ?\}|\(([A-Z])\)|(?:\\text ?\{)?([A-Z])[.):]\}? ")
+_EVERYTHING = ("all real numbers", "all reals", "real numbers")
 _NOTHING = ("no solution", "no solutions", "no real solution", "no real solutions", "empty set")
 _WORDY = re.compile(r"[a-zA-Z]{3,}")
 
@@ -74,6 +75,8 @@ def _read(text: str, letters: frozenset[str], depth: int) -> Value:
         return Value(key, Words(next(filter(None, choice.groups())).lower()))
     if _is_words(text):
         words = _clean_words(text)
+        if words in _EVERYTHING:
+            return _read(r"(-\infty, \infty)", letters, depth + 1)
         return Value(key, Group("{", (), "}") if words in _NOTHING else Words(words))
     if unit or scale != 1:
         inner = _read(core, letters, depth + 1)

@@ -177,6 +177,10 @@ def _texts(text: str) -> str:
             continue
         inside = text[opening + 1 : end].replace(r"\text", "")
         inside = inside.replace("{", "").replace("}", "") if re.search(r"[a-zA-Z]{2}", inside) else inside
+        if re.match(r" ?[-$€£]? ?\d", inside) and "\\" not in inside:  # \text{15 cm}
+            out.append(text[i:start] + inside)
+            i = end + 1
+            continue
         is_word = re.search(r"[a-zA-Z]", inside) and inside.strip() not in ("i", "e", "d", "and", "or", "j")
         out.append(text[i:start])
         if inside.strip() in ("and", "or"):
