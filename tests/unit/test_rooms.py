@@ -19,7 +19,7 @@ FLOORS = [
     """comm mpi_start warm_blocks process_group weights runlog runlog_writer data rewards rundir
     engines
     checkpoint checkpoint_files ownership attempts preflight reporting rollout_state group_files bookkeeping
-    evaluation progress simulation backends hetjob desk saver resuming""",
+    evaluation progress simulation backends hetjob desk saver resuming sandbox verifiers""",
     "controller trainer rollout reward_rank",
     "rank attempt launch liveview check export submission sweep cli demo bench doctor",
 ]
@@ -36,10 +36,14 @@ ROOMS = {
     "pyarrow": {"data.columnar"},
     "reasoning_gym": {"data.gym"},
     "rich": {"liveview", "check", "bench.report"},
+    "math_verify": {"verifiers.symbolic", "bench.verifier"},
+    "latex2sympy2_extended": {"verifiers.symbolic"},
+    "sympy": {"verifiers.symbolic"},
 }
 NO_TORCH = f"""{FLOORS[0]} packing advantages controller_state comm runlog runlog_writer data rewards
     bookkeeping evaluation progress controller preflight reporting rollout_state group_files trainer rollout
-    reward_rank rank backends simulation sweep checkpoint checkpoint_files ownership attempts""".split()
+    reward_rank rank backends simulation sweep checkpoint checkpoint_files ownership attempts
+    sandbox verifiers""".split()
 FLOOR_OF = {name: number for number, line in enumerate(FLOORS) for name in line.split()}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
