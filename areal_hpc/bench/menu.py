@@ -15,6 +15,7 @@ BENCHES = {
     "packing": "micro-batches against their lower bound",
     "verifier": "maths answers/s and right verdicts against bare math-verify",
     "log": "time for the run log per step",
+    "sandbox": "judged programs per second against running them bare",
 }
 
 
