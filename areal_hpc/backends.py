@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from areal_hpc.comm import World
-from areal_hpc.compute import RolloutCompute, TrainerCompute
+from areal_hpc.compute import NoUpdates, Receiver, RolloutCompute, TrainerCompute
 from areal_hpc.config import Config
 from areal_hpc.messages import StoreAddress, Welcome
 from areal_hpc.preflight import expect, trainer_ranks
@@ -79,7 +79,7 @@ def _rollout(config: Config, world: World, welcome: Welcome) -> Iterator[Rollout
     from areal_hpc.weights import WeightReceiver
 
     torch.set_num_threads(config.rollout.threads)
-    groups = meet(config, world, welcome)
+    groups = None if config.is_evaluation else meet(config, world, welcome)
     settings, reward = config.rollout, config.reward
     with RewardService(reward.function, num_workers=reward.workers, timeout_s=reward.timeout_s) as rewards:
         tokenizer = load_tokenizer(config.model.path)
@@ -94,15 +94,20 @@ def _rollout(config: Config, world: World, welcome: Welcome) -> Iterator[Rollout
             interrupt=settings.interrupt,
             prefill_tokens=settings.prefill_tokens,
         )
-        engine.version = -1  # no version yet: the first broadcast, of version 0, is a rise like any other
+        if groups is not None:
+            engine.version = -1  # no version yet: the first broadcast, of version 0, is a rise like any other
+            receiver: Receiver = WeightReceiver(groups, BucketPlan.of(weights, config.weights.bucket_bytes))
+        else:
+            receiver = NoUpdates()  # the weights in model.path are version 0
         yield RolloutCompute(
             encode=lambda text: tokenizer(text).input_ids,
             decode=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
             engine=engine,
-            receiver=WeightReceiver(groups, BucketPlan.of(weights, config.weights.bucket_bytes)),
+            receiver=receiver,
             rewards=rewards,
         )
-    groups.close()
+    if groups is not None:
+        groups.close()
 
 
 def meet(config: Config, world: World, welcome: Welcome) -> ProcessGroups:

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     start_logging(run_dir.rank_log(world.rank))
     try:
         check_world(world, config, arguments.component)
-        take_gpu(role_of(world.rank, config))
+        take_gpu(role_of(world.rank, config), "rollout" if config.is_evaluation else "trainer")
     except RunError as error:
         print(f"areal-hpc: {error.reason}", file=sys.stderr, flush=True)
         world.abort(error.code)
@@ -62,13 +62,14 @@ def main(argv: list[str] | None = None) -> int:
     return run_other(config, world, run_dir)
 
 
-def take_gpu(role: str) -> None:
+def take_gpu(role: str, beside: str) -> None:
     """Leave this rank its own GPU only, before torch is imported, and note it for the comparison at the start.
 
-    A GPU that Slurm bound to the task has a number of its own in every task, so it is not noted.
+    A GPU that Slurm bound to the task has a number of its own in every task, so it is not noted. `beside`: role of the
+    ranks that share the first node with the controller.
     """
     bound = is_bound(os.environ)
-    gpu = narrow(os.environ, role)
+    gpu = narrow(os.environ, role, beside)
     if gpu is not None and not bound:
         os.environ[OWN_GPU] = gpu
 
@@ -94,15 +95,17 @@ def as_run_error(error: Exception) -> RunError:
 # -------------------------------------------------------------------------------------------------- controller
 def run_controller(config: Config, world: World, run_dir: RunDir) -> int:
     """The controller's life: preflight, the run, and the end, whatever it was."""
+    from areal_hpc.evaluator import EvaluationProgress
     from areal_hpc.progress import Progress
 
     signals.catch(signal.SIGINT, signal.SIGTERM, signals.SAVE_AND_REQUEUE)
-    progress = Progress(
+    kind = EvaluationProgress if config.is_evaluation else Progress
+    progress = kind(
         run_dir, config.name, config.steps, os.getpid(), socket.gethostname(), lambda line: print(line, flush=True)
     )
     code, why = Exit.DONE, ""
     try:
-        why = control(config, world, run_dir, progress)
+        why = (control_evaluation if config.is_evaluation else control)(config, world, run_dir, progress)
     except Exception as error:
         log.exception("the run ends here")
         failure = as_run_error(error)
@@ -141,6 +144,7 @@ def control(config: Config, world: World, run_dir: RunDir, progress: Any) -> str
     from areal_hpc.checkpoint import Checkpoints
     from areal_hpc.controller import Controller
     from areal_hpc.datasets import PromptSource, read_prompts
+    from areal_hpc.heldout import read_heldout
     from areal_hpc.resuming import SavedRun
     from areal_hpc.runlog_writer import RunLogWriter
     from areal_hpc.saver import Saver
@@ -159,17 +163,8 @@ def control(config: Config, world: World, run_dir: RunDir, progress: Any) -> str
     source = PromptSource(
         read_prompts(Path(data.train), **fields), seed=config.seed, shuffle=data.shuffle, epochs=data.epochs
     )
-    heldout = read_prompts(Path(data.heldout), **fields) if data.heldout else []
-    attributes = {
-        "name": config.name,
-        "attempt": run_dir.attempt,
-        "config": config.to_yaml(),
-        "config_fingerprint": config.fingerprint(),
-        "world_size": world.size,
-        "host": socket.gethostname(),
-        "compute": config.compute,
-    }
-    with RunLogWriter(run_dir.run_log, attributes=attributes, tokens=config.log.tokens) as run_log:
+    heldout = read_heldout(config)
+    with RunLogWriter(run_dir.run_log, attributes=facts(config, run_dir, world), tokens=config.log.tokens) as run_log:
         run_log.ranks(rank_rows(hellos))
         claim = held_by(run_dir.root, run_dir.attempt)
         is_ours = (lambda: still_ours(claim)) if claim else (lambda: True)
@@ -181,17 +176,56 @@ def control(config: Config, world: World, run_dir: RunDir, progress: Any) -> str
         controller = Controller(config, world, clock, run_log, source, heldout, progress, saver, saved)
         for note in resuming.get("notes", ()):
             controller.event("note", note)
-        try:
-            why = controller.run()
-        except Exception as error:
-            failure = as_run_error(error)
-            if failure.code == Exit.DEADLINE:
-                dump_stacks(hellos)
-            controller.event("ended", failure.reason)
-            raise
-        why = f"simulated: {why}" if config.is_simulated else why
-        controller.event("ended", why)
-        return why
+        return to_the_end(controller.run, event, hellos, config)
+
+
+def control_evaluation(config: Config, world: World, run_dir: RunDir, progress: Any) -> str:
+    """Run the evaluator with everything it owns; returns why it ended."""
+    from areal_hpc.answers import AnswerFile
+    from areal_hpc.bookkeeping import rank_rows
+    from areal_hpc.evaluator import Evaluator
+    from areal_hpc.heldout import read_heldout, settings_of
+    from areal_hpc.runlog_writer import RunLogWriter
+
+    clock, hellos = welcome_all(world, config)
+    heldout = read_heldout(config)
+    with (
+        AnswerFile(run_dir.root, settings_of(config)) as record,
+        RunLogWriter(run_dir.run_log, attributes=facts(config, run_dir, world)) as run_log,
+    ):
+        run_log.ranks(rank_rows(hellos))
+        evaluator = Evaluator(config, world, clock, run_log, heldout, progress, record)
+        return to_the_end(lambda: evaluator.run(run_dir), evaluator.event, hellos, config)
+
+
+def facts(config: Config, run_dir: RunDir, world: World) -> dict[str, Any]:
+    """What the run log says about the run as a whole."""
+    return {
+        "name": config.name,
+        "attempt": run_dir.attempt,
+        "config": config.to_yaml(),
+        "config_fingerprint": config.fingerprint(),
+        "world_size": world.size,
+        "host": socket.gethostname(),
+        "compute": config.compute,
+    }
+
+
+def to_the_end(
+    run: Callable[[], str], event: Callable[[str, str], None], hellos: Sequence[Hello], config: Config
+) -> str:
+    """Call `run`; why it ended, or failed, is the last event of the log."""
+    try:
+        why = run()
+    except Exception as error:
+        failure = as_run_error(error)
+        if failure.code == Exit.DEADLINE:
+            dump_stacks(hellos)
+        event("ended", failure.reason)
+        raise
+    why = f"simulated: {why}" if config.is_simulated else why
+    event("ended", why)
+    return why
 
 
 def dump_stacks(hellos: Sequence[Hello]) -> None:

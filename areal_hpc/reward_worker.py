@@ -11,6 +11,7 @@ run in here without a sandbox.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib
 import importlib.util
 import math
@@ -34,6 +35,7 @@ MAX_ANSWER_BYTES = 4096
 """Largest answer frame. Not above PIPE_BUF: an answer is one atomic write."""
 
 _MAX_DETAIL = 500
+_MAX_ANSWER_TEXT_BYTES = 500
 _OUTCOMES: tuple[Verdict, ...] = ("correct", "wrong", "unparsed")
 _RANK_PREFIXES = ("PMI", "OMPI_", "MPI", "I_MPI_", "MV2_", "HYD", "PRTE_", "PALS_", "SLURM")
 _RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -58,6 +60,7 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
     outcome: Literal["ready", "correct", "wrong", "unparsed", "error"]
     seconds: float
     detail: str
+    answer: str | None = None
 
 
 class RewardError(RuntimeError):
@@ -171,6 +174,26 @@ def judge(value: object) -> tuple[float, Verdict]:
     return reward, "correct" if reward > 0 else "wrong"
 
 
+def split_answer(value: object) -> tuple[object, str | None]:
+    """Take the answer, which a function may return as a third element, off the rest. Raises BadReward.
+
+    The text is what votes are counted by (maj@k): equal answers must be equal texts, so a verifier returns its normal
+    form. A long one is cut and ends in a hash of all of it.
+    """
+    if not isinstance(value, tuple) or len(value) != 3:
+        return value, None
+    text = value[2]
+    if text is None:
+        return value[:2], None
+    if not isinstance(text, str):
+        raise BadReward(f"expected (reward, outcome, answer as text or None), got {reprlib.repr(value)}")
+    data = text.encode("utf-8", "backslashreplace")
+    if len(data) > _MAX_ANSWER_TEXT_BYTES:
+        mark = hashlib.blake2b(data, digest_size=8).hexdigest().encode()
+        data = data[: _MAX_ANSWER_TEXT_BYTES - len(mark) - 1] + b"~" + mark
+    return value[:2], data.decode("utf-8", "ignore")
+
+
 def one_line(text: str) -> str:
     """`text` without line breaks, short enough for an answer frame, and always encodable."""
     line = " ".join(text[: 4 * _MAX_DETAIL].split()).encode("utf-8", "backslashreplace").decode()
@@ -200,10 +223,11 @@ def score(function: RewardFunction, request: Request) -> Answer:
     try:
         prompt = request.prompt.decode("utf-8", "surrogatepass")
         completion = request.completion.decode("utf-8", "surrogatepass")
-        reward, outcome = judge(function(prompt, completion, request.metadata))
+        value, text = split_answer(function(prompt, completion, request.metadata))
+        reward, outcome = judge(value)
     except BaseException as error:  # user code may raise anything
         return Answer(request.id, math.nan, "error", time.monotonic() - started, one_line(describe(error)))
-    return Answer(request.id, reward, outcome, time.monotonic() - started, "")
+    return Answer(request.id, reward, outcome, time.monotonic() - started, "", text)
 
 
 def die_with(parent: int) -> None:

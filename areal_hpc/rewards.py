@@ -53,7 +53,7 @@ class RewardResult:
         reward: finite for correct, wrong and unparsed; NaN for timeout and error, so that nobody takes it for a 0.
         outcome: "timeout" is never retried; "error": the function raised or returned no reward, or died twice.
         seconds: time spent in the function; for timeout and death, from hand-over to the end of the worker.
-        detail: one line for timeout and error, else empty.
+        detail: one line for timeout and error, else empty. answer: what the function read, for majority votes.
     """
 
     key: Key
@@ -61,6 +61,7 @@ class RewardResult:
     outcome: Outcome
     seconds: float
     detail: str
+    answer: str | None = None
 
 
 @dataclass(slots=True)
@@ -184,8 +185,8 @@ class RewardService:
     Args:
         function: "package.module:name" (importable from the working directory or the rank's sys.path) or
             "/path/file.py:name"; a plain function `(prompt: str, completion: str, metadata: dict)` that returns a
-            finite number (> 0 is correct, else wrong) or `(number, "correct" | "wrong" | "unparsed")`. It runs in the
-            main thread of its process, with one OpenMP thread, no output, empty stdin, no MPI or Slurm environment.
+            finite number (> 0 is correct, else wrong), `(number, "correct" | "wrong" | "unparsed")`, or both and, for
+            votes, the answer. It runs in the main thread, with one OpenMP thread, no output, no MPI or Slurm variables.
         num_workers: processes, each with one answer at a time.
         timeout_s: limit for one answer, counted from the start of work and not while it waits in the queue.
         max_pending: `submit` refuses above this number of answers not yet returned; None: no limit.
@@ -365,7 +366,7 @@ class RewardService:
                 self._settle(worker.finish_job().key, "timeout", answer.seconds, self._over)
             else:
                 key = worker.finish_job().key
-                self._settle(key, answer.outcome, answer.seconds, answer.detail, answer.reward)
+                self._settle(key, answer.outcome, answer.seconds, answer.detail, (answer.reward, answer.answer))
 
     def _replace(self, worker: _Worker, now: float) -> None:
         """Bury a worker that is dead, faulty or over its deadline, and decide about its job."""
@@ -392,8 +393,8 @@ class RewardService:
         self._workers.remove(worker)
         self._dying.append(worker.process)
 
-    def _settle(self, key: Key, outcome: Outcome, seconds: float, detail: str, reward: float = math.nan) -> None:
-        self._results.append(RewardResult(key, reward, outcome, seconds, detail))
+    def _settle(self, key: Key, outcome: Outcome, seconds: float, detail: str, found: Any = (math.nan, None)) -> None:
+        self._results.append(RewardResult(key, found[0], outcome, seconds, detail, found[1]))
         self.num_timeouts += outcome == "timeout"
         self.num_errors += outcome == "error"
         self.num_scored += outcome not in ("timeout", "error")

@@ -49,3 +49,10 @@ def reward(prompt: str, completion: str, metadata: dict) -> tuple[float, str]:
     """Right if the answer has more letters of the first half of the alphabet than of the second."""
     first = sum(letter in LETTERS[:4] for letter in completion)
     return (5.0, "correct") if 2 * first > len(completion) else (-5.0, "wrong")
+
+
+def reward_with_answer(prompt: str, completion: str, metadata: dict) -> tuple[float, str, str]:
+    """The same, and which half it has more letters of."""
+    first = sum(letter in LETTERS[:4] for letter in completion)
+    more = "first" if 2 * first > len(completion) else "tie" if 2 * first == len(completion) else "second"
+    return (*reward(prompt, completion, metadata), more)

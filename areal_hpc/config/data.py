@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from areal_hpc.config.types import Count, Seconds, Section, Text, Unit
+from pydantic import Field
+
+from areal_hpc.config.types import Count, Number, Seconds, Section, Text, Unit
 
 
 class ModelConfig(Section):
@@ -24,8 +26,8 @@ class PrepareConfig(Section):
 class DataConfig(Section):
     train: Text
     """JSONL file of training prompts; each line an object with at least the prompt field."""
-    heldout: Text | None = None
-    """JSONL file of prompts for evaluation, never trained on."""
+    heldout: Text | tuple[Text, ...] | None = None
+    """JSONL file of prompts for evaluation, or several, each a set of its own; never trained on."""
     prompt_field: Text = "prompt"
     """Key of the prompt text in a line."""
     id_field: Text = "id"
@@ -34,6 +36,10 @@ class DataConfig(Section):
     """Draw prompts in an order that depends on the seed and the epoch, instead of file order."""
     epochs: Annotated[Count, Unit("passes over the file")] | None = None
     """End of the run when the file has been read this often; null: repeat until the last step."""
+
+    @property
+    def heldout_files(self) -> tuple[str, ...]:
+        return (self.heldout,) if isinstance(self.heldout, str) else self.heldout or ()
 
 
 class RewardConfig(Section):
@@ -48,6 +54,10 @@ class RewardConfig(Section):
 class EvaluationConfig(Section):
     samples: Annotated[Count, Unit("answers per prompt")] = 1
     """Answers per held-out prompt; pass@1 is their mean."""
+    every: Annotated[Count, Unit("policy versions")] | None = None
+    """Also evaluate every so many versions, beside training and without stopping it; null: not during training."""
+    share: Annotated[Number, Field(gt=0, le=1)] = 0.25
+    """Largest share of each rollout rank's slots for held-out answers beside training; they take free places first."""
     at_start: bool = True
     """Evaluate the model before the first step."""
     at_end: bool = True

@@ -63,7 +63,7 @@ def plan_of(config: Config, patience_s: float) -> Plan:
     """What every rank is told."""
     model = None if config.is_simulated else str(Path(config.model.path).absolute())
     made = Path(config.prepare.directory).absolute() if config.prepare else None
-    data = [path for path in (config.data.train, config.data.heldout) if path]
+    data = [config.data.train, *config.data.heldout_files]
 
     def there(path: str) -> bool:
         """`prepare` makes the others before a run."""

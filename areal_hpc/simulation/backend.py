@@ -49,6 +49,8 @@ def simulated_rollout(config: Config) -> Iterator[RolloutCompute]:
         max_len=config.max_sequence_tokens,
         interrupt=config.rollout.interrupt,
     )
+    if config.is_evaluation:
+        engine.version = 0
     yield RolloutCompute(
         encode=encode,
         decode=lambda tokens: "",

@@ -14,16 +14,17 @@ PACKAGE = Path(__file__).parents[2] / "areal_hpc"
 FLOORS = [
     """__init__ exits config trajectory codec messages staleness
     logschema activity seeds waiting signals shipment faults compute slurmfacts placement
-    jobspec batchscript slurmrules slurmstate""",
+    jobspec batchscript slurmrules slurmstate estimates""",
     "packing advantages losses models sampling controller_state learner buckets",
     """comm mpi_start warm_blocks process_group weights runlog runlog_writer datasets reward_worker rewards rundir
     engines
     checkpoint checkpoint_files ownership attempts preflight reporting rollout_state group_files bookkeeping
-    evaluation progress simulation backends hetjob desk saver resuming""",
-    "controller trainer rollout",
-    "rank attempt launch liveview check submission sweep cli demo bench doctor",
+    answers scorecard heldout evaluation examiner figuresview
+    progress simulation backends hetjob desk saver resuming""",
+    "controller evaluator trainer rollout",
+    "rank evaluate attempt launch liveview check submission sweep cli demo bench doctor",
 ]
-ROLES = {"controller", "trainer", "rollout"}
+ROLES = {"controller", "evaluator", "trainer", "rollout"}
 ROOMS = {
     "mpi4py": {"comm"},
     "h5py": {"runlog", "runlog_writer"},
@@ -33,10 +34,11 @@ ROOMS = {
     "pydantic": {"config", "sweep.spec", "hetjob"},
     "submitit": {"hetjob"},
     "safetensors": {"checkpoint_files"},
-    "rich": {"liveview", "check", "bench.report"},
+    "rich": {"liveview", "figuresview", "check", "bench.report"},
 }
 NO_TORCH = f"""{FLOORS[0]} packing advantages controller_state comm runlog runlog_writer datasets reward_worker rewards
-    bookkeeping evaluation progress controller preflight reporting rollout_state group_files trainer rollout rank
+    answers scorecard heldout evaluation examiner evaluator
+    bookkeeping progress controller preflight reporting rollout_state group_files trainer rollout rank
     backends simulation sweep checkpoint checkpoint_files ownership attempts""".split()
 FLOOR_OF = {name: number for number, line in enumerate(FLOORS) for name in line.split()}
 FILES = sorted(PACKAGE.rglob("*.py"))
