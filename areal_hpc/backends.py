@@ -6,7 +6,7 @@ Imports stand inside the functions: a simulated rank starts without torch, and a
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,8 @@ from areal_hpc.messages import StoreAddress, Welcome
 from areal_hpc.preflight import expect, trainer_ranks
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from areal_hpc.process_group import ProcessGroups
 
 
@@ -72,11 +74,9 @@ def _trainer(config: Config, world: World, welcome: Welcome) -> Iterator[Trainer
 def _rollout(config: Config, world: World, welcome: Welcome) -> Iterator[RolloutCompute]:
     import torch
 
-    from areal_hpc.buckets import BucketPlan
     from areal_hpc.engines.transformers_engine import TransformersEngine
     from areal_hpc.models import eos_ids, load_model, load_tokenizer, named_weights
     from areal_hpc.rewards import RewardService
-    from areal_hpc.weights import WeightReceiver
 
     torch.set_num_threads(config.rollout.threads)
     groups = None if config.is_evaluation else meet(config, world, welcome)
@@ -84,7 +84,6 @@ def _rollout(config: Config, world: World, welcome: Welcome) -> Iterator[Rollout
     with RewardService(reward.function, num_workers=reward.workers, timeout_s=reward.timeout_s) as rewards:
         tokenizer = load_tokenizer(config.model.path)
         model = load_model(config.model.path, dtype=config.model.dtype)
-        weights = named_weights(model)
         engine = TransformersEngine(
             model,
             num_slots=settings.slots,
@@ -94,11 +93,10 @@ def _rollout(config: Config, world: World, welcome: Welcome) -> Iterator[Rollout
             interrupt=settings.interrupt,
             prefill_tokens=settings.prefill_tokens,
         )
+        receiver: Receiver = NoUpdates()  # of an evaluation: the weights in model.path are version 0
         if groups is not None:
             engine.version = -1  # no version yet: the first broadcast, of version 0, is a rise like any other
-            receiver: Receiver = WeightReceiver(groups, BucketPlan.of(weights, config.weights.bucket_bytes))
-        else:
-            receiver = NoUpdates()  # the weights in model.path are version 0
+            receiver = _receiver(groups, named_weights(model), config)
         yield RolloutCompute(
             encode=lambda text: tokenizer(text).input_ids,
             decode=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
@@ -108,6 +106,14 @@ def _rollout(config: Config, world: World, welcome: Welcome) -> Iterator[Rollout
         )
     if groups is not None:
         groups.close()
+
+
+def _receiver(groups: ProcessGroups, weights: Mapping[str, Tensor], config: Config) -> Receiver:
+    """Where weight updates arrive. Imported apart: an evaluation has no process groups (rank.leave)."""
+    from areal_hpc.buckets import BucketPlan
+    from areal_hpc.weights import WeightReceiver
+
+    return WeightReceiver(groups, BucketPlan.of(weights, config.weights.bucket_bytes))
 
 
 def meet(config: Config, world: World, welcome: Welcome) -> ProcessGroups:

@@ -311,14 +311,14 @@ def run_rollout(config: Config, world: World, clock: RunClock, welcome: Welcome,
 def leave(code: int) -> NoReturn:
     """End the process; MPI is finalized and all files are closed by now.
 
-    With torch at once: a collective that it still has pending (its peer failed) would hold the interpreter's exit until
-    the collective's own deadline. Without it as usual, because only then MPICH 5 tells its launcher that all is well;
-    else mpiexec kills the ranks that are a little slower and reports a bad termination.
+    With torch's process groups at once: a collective that is still pending (its peer failed) would hold the
+    interpreter's exit until the collective's own deadline. Without them as usual, because only then MPICH 5 tells its
+    launcher that all is well; else mpiexec kills the ranks that are a little slower and reports a bad termination.
     """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    if "torch" in sys.modules:
+    if "areal_hpc.process_group" in sys.modules:
         os._exit(code)
     sys.exit(code)
 

