@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from numpy.typing import NDArray
 
 from areal_hpc.exits import Exit, RunError
-from areal_hpc.logschema import Finish, Outcome
+from areal_hpc.logcodes import Finish, Outcome
 from areal_hpc.messages import GroupFinished
 from areal_hpc.rundir import read_json, write_json
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 AnswerKey = tuple[str, str, int]
 """(Data set, prompt id, sample number)."""
 
-UNSCORED = ("timeout", "error")
+UNSCORED = ("timeout", "error", "truncated")
 RECORD = "answers.jsonl"
 SETTINGS = "settings.json"
 

@@ -76,12 +76,12 @@ def _rollout(config: Config, world: World, welcome: Welcome) -> Iterator[Rollout
 
     from areal_hpc.engines.transformers_engine import TransformersEngine
     from areal_hpc.models import eos_ids, load_model, load_tokenizer, named_weights
-    from areal_hpc.rewards import RewardService
+    from areal_hpc.rewards import Recipe, RewardService
 
     torch.set_num_threads(config.rollout.threads)
     groups = None if config.is_evaluation else meet(config, world, welcome)
     settings, reward = config.rollout, config.reward
-    with RewardService(reward.function, num_workers=reward.workers, timeout_s=reward.timeout_s) as rewards:
+    with RewardService(Recipe.of(reward), num_workers=reward.workers, timeout_s=reward.timeout_s) as rewards:
         tokenizer = load_tokenizer(config.model.path)
         model = load_model(config.model.path, dtype=config.model.dtype)
         engine = TransformersEngine(

@@ -40,10 +40,7 @@ def facts(checked: Checked) -> str:
     rows = [
         ("run", f"{config.name} in {config.run_dir}"),
         ("mode", _mode(config)),
-        (
-            "ranks",
-            f"{config.world_size} = 1 controller + {config.trainer.ranks} trainer + {config.rollout.ranks} rollout",
-        ),
+        ("ranks", f"{config.world_size} = {config.ranks_in_words}"),
         *([("compute", config.compute)] if config.is_simulated else []),
         ("batch", _batch(config)),
         ("length", f"{config.steps:,} steps = policy versions" + _epochs(config)),

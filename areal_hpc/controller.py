@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_hpc import controller_state as state_machine
+from areal_hpc import instructions as state_machine
 from areal_hpc import signals
 from areal_hpc.bookkeeping import BatchRecord, GroupRecord, group_rows, step_row
 from areal_hpc.comm import Received, World
@@ -180,6 +180,8 @@ class Controller(Desk):
                 self.compose(step, group_ids)
             case state_machine.Leave(group_id, rank, why):
                 self.leave(group_id, rank, why)
+            case state_machine.EmptyBatch(num_groups):
+                self.event("batch_empty", f"the filter left none of {num_groups} groups; the version stands still")
             case state_machine.Announce(version):
                 self.announce(version)
                 self.examiner.new_version(version)
@@ -320,7 +322,7 @@ class Controller(Desk):
         version_before = self.state.version
         rows = batch.rows(version_before, Fate.DROPPED if report.skipped else Fate.CONSUMED)
         self.log.trajectories(rows)
-        self.progressed_s = time.monotonic()
+        finished_s, self.progressed_s = self.clock.now(), time.monotonic()
         ids = np.array([group.group_id for group in batch.groups], np.int64)
         for rank in self.rollouts:
             self.world.post(rank, Trained(report.step), {"group_id": ids})
@@ -328,13 +330,8 @@ class Controller(Desk):
         for group in batch.groups:
             self.groups.pop(group.group_id, None)
         self.saver.cut(report.step, *self.snapshot())
-        row = step_row(report, batch, rows, version_before) | {
-            "time_s": self.clock.now(),
-            "num_admitted": self.state.next_id,
-            "num_consumed": self.state.consumed_batches * self.config.trainer.batch_size,
-            "num_filtered": self.state.left["filtered"],
-            "log_s": self.log_s,
-        }
+        row = step_row(report, batch, rows, version_before) | self.state.counters()
+        row |= {"time_s": finished_s, "log_s": self.log_s}  # before what it admits
         self.log_step(row)
         self.progress.step(row)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if report.skipped else 0

@@ -7,7 +7,10 @@ controller.py does it. The unit of counting is the prompt group. A group is
          \\-> left (filtered, refused, unscored)    taken -> left (its batch was skipped)
 
 A group of an earlier attempt waits in the backlog until a rollout rank has room for it, and is running then.
-Groups that left are out of the staleness count, so a replacement is admitted at once under a new id.
+Groups that left are out of the staleness count, so a replacement is admitted at once under a new id. With `refill` off
+a filtered group is not replaced. It keeps its place in the count and in a batch of B, which is smaller for it, and the
+version rises by one per batch as ever. A batch of which nothing is left is no step: its B places leave the count, as
+those of a skipped batch do, or eta = 0 would wait for ever.
 With `validate=True` every event is followed by a check of all invariants.
 """
 
@@ -19,99 +22,26 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from areal_hpc.config import Config
+from areal_hpc.instructions import (
+    Admit,
+    Announce,
+    BatchTrained,
+    Compose,
+    CreditsGranted,
+    EmptyBatch,
+    Event,
+    Finish,
+    GroupDone,
+    GroupRefusedByRank,
+    Instruction,
+    Leave,
+    Restore,
+    Start,
+)
 from areal_hpc.staleness import counted_at_resume, may_admit
 
-
-# ------------------------------------------------------------------------------------------------------ events
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Rollout ranks hold the weights of the first version; admission may begin."""
-
-
-@dataclass(frozen=True, slots=True)
-class CreditsGranted:
-    """A rollout rank can take `num_samples` more samples."""
-
-    rank: int
-    num_samples: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupDone:
-    """A group is generated and scored: `usable` samples have a reward, `correct` of them are right."""
-
-    group_id: int
-    usable: int
-    correct: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRefusedByRank:
-    """A rollout rank cannot generate from this prompt."""
-
-    group_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class BatchTrained:
-    """Trainers are through with the oldest taken batch; `skipped`: nothing was updated."""
-
-    skipped: bool
-
-
-Event = Start | CreditsGranted | GroupDone | GroupRefusedByRank | BatchTrained
-
-
-# ------------------------------------------------------------------------------------------------ instructions
-@dataclass(frozen=True, slots=True)
-class Admit:
-    """Send the next prompt to `rank` as group `group_id`."""
-
-    group_id: int
-    rank: int
-    min_version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Restore:
-    """Have `rank` go on with group `group_id` of an earlier attempt."""
-
-    group_id: int
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Compose:
-    """Make these groups, in this order, the batch of step `step` and have them shipped to the trainers."""
-
-    step: int
-    group_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """The rollout rank may forget this group; it is not trained on."""
-
-    group_id: int
-    rank: int
-    why: Literal["filtered", "unscored", "refused", "skipped"]
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """Tell the rollout ranks to load policy version `version`."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Nothing more to train on."""
-
-    why: Literal["last step reached", "data set exhausted"]
-
-
-Instruction = Admit | Restore | Compose | Leave | Announce | Finish
+NOBODY = -1
+"""Rollout rank of a group that is forgotten and only holds a place."""
 
 
 # ------------------------------------------------------------------------------------------------------- state
@@ -127,6 +57,7 @@ class Rules:
     max_running_groups: int | None = None
     min_success: float = 0.0
     max_success: float = 1.0
+    refill: bool = True
     min_usable: int = 1
     num_prompts: int | None = None
     max_batches_taken: int = 2  # one in training and one whose samples already travel
@@ -144,6 +75,7 @@ class Rules:
             max_running_groups=staleness.max_running_groups,
             min_success=config.filter.min_success,
             max_success=config.filter.max_success,
+            refill=config.filter.refill,
             min_usable=1 if trainer.advantage.group_norm == "none" else 2,
             num_prompts=num_prompts,
         )
@@ -181,6 +113,8 @@ class ControllerState:
         backlog: groups of an earlier attempt that wait for room, oldest first.
         running, ready: group id -> rollout rank, in admission order.
         taken: batches handed to the trainers, oldest first.
+        rejected: groups in `ready` or in a batch that only hold a place there: filtered and not replaced.
+        empty_batches: batches of which the filter left nothing.
     """
 
     rules: Rules
@@ -198,6 +132,8 @@ class ControllerState:
     running: dict[int, int] = field(default_factory=dict)
     ready: dict[int, int] = field(default_factory=dict)
     taken: list[dict[int, int]] = field(default_factory=list)
+    rejected: set[int] = field(default_factory=set)
+    empty_batches: int = 0
     left: Counter[str] = field(default_factory=Counter)
 
     def snapshot(self) -> dict[str, Any]:
@@ -208,24 +144,29 @@ class ControllerState:
             "next_id": self.next_id,
             "prompts_used": self.prompts_used,
             "left": dict(self.left),
+            "empty_batches": self.empty_batches,
+            "rejected": sorted(self.rejected),
             "group_ids": sorted([*self.outstanding(), *self.backlog]),
         }
 
     @classmethod
     def resume(cls, rules: Rules, saved: Mapping[str, Any], validate: bool = False) -> ControllerState:
         """The state that `snapshot` described: v * B groups are consumed, its groups count once (AReaL issue 1388)."""
-        version, groups = saved["version"], saved["group_ids"]
+        version, groups, rejected = saved["version"], saved["group_ids"], saved.get("rejected", [])
         return cls(
             rules,
             validate=validate,
             version=version,
             next_id=saved["next_id"],
-            counted=counted_at_resume(version, rules.batch_size, len(groups)),
+            counted=counted_at_resume(version, rules.batch_size, len(groups) + len(rejected)),
             consumed_batches=version,
             composed=saved["step"],
             prompts_used=saved["prompts_used"],
             backlog=deque(sorted(groups)),
             left=Counter(saved["left"]),
+            ready=dict.fromkeys(rejected, NOBODY),
+            rejected=set(rejected),
+            empty_batches=saved.get("empty_batches", 0),
         )
 
     def handle(self, event: Event) -> list[Instruction]:
@@ -258,6 +199,10 @@ class ControllerState:
             self._leave(group_id, rank, "unscored", out)
         elif not self.rules.min_success <= correct / usable <= self.rules.max_success:
             self._leave(group_id, rank, "filtered", out)
+            if not self.rules.refill:
+                self.counted += 1
+                self.ready[group_id] = NOBODY
+                self.rejected.add(group_id)
         else:
             self.ready[group_id] = rank
 
@@ -277,11 +222,19 @@ class ControllerState:
         if skipped:
             # The version stands still, so these groups must leave the count or eta = 0 would wait for ever.
             for group_id, rank in batch.items():
-                self._leave(group_id, rank, "skipped", out)
+                if group_id not in self.rejected:
+                    self._leave(group_id, rank, "skipped", out)
+            self._forget_rejected(batch)
             return
+        self.rejected.difference_update(batch)
         self.consumed_batches += 1
         self.version += 1
         out.append(Announce(self.version))
+
+    def _forget_rejected(self, batch: Collection[int]) -> None:
+        """Give up the places that rejected groups hold in a batch that will never be trained."""
+        self.counted -= len(self.rejected.intersection(batch))
+        self.rejected.difference_update(batch)
 
     # ------------------------------------------------------------------------------------------- what follows
     def _next_batch(self) -> list[int] | None:
@@ -298,9 +251,16 @@ class ControllerState:
             batch = self._next_batch()
             if batch is None:
                 return
-            self.taken.append({group_id: self.ready.pop(group_id) for group_id in batch})
+            owners = {group_id: self.ready.pop(group_id) for group_id in batch}
+            kept = tuple(group_id for group_id in batch if group_id not in self.rejected)
+            if not kept:
+                self._forget_rejected(batch)
+                self.empty_batches += 1
+                out.append(EmptyBatch(len(batch)))
+                continue
+            self.taken.append(owners)
             self.composed += 1
-            out.append(Compose(self.composed, tuple(batch)))
+            out.append(Compose(self.composed, kept))
 
     def _prompts_left(self) -> bool:
         return self.rules.num_prompts is None or self.prompts_used < self.rules.num_prompts
@@ -354,15 +314,25 @@ class ControllerState:
         groups = self.running | self.ready
         for batch in self.taken:
             groups |= batch
-        return groups
+        return {group_id: rank for group_id, rank in groups.items() if group_id not in self.rejected}
+
+    def counters(self) -> dict[str, int]:
+        """The counting columns of the step table."""
+        return {
+            "num_admitted": self.next_id,
+            "num_consumed": self.consumed_batches * self.rules.batch_size,
+            "num_filtered": self.left["filtered"],
+            "num_empty_batches": self.empty_batches,
+        }
 
     def waiting_for(self) -> str:
         """One line that explains why no step is being trained, for deadlines and status."""
         rules = self.rules
         left = ", ".join(f"{n} {why}" for why, n in sorted(self.left.items())) or "none left the count"
+        empty = f" ({len(self.rejected.intersection(self.ready))} of them filtered)" if self.rejected else ""
         waiting = f"{len(self.backlog)} of an earlier attempt waiting, " if self.backlog else ""
         return (
-            f"version {self.version}: {len(self.ready)} of {rules.batch_size} groups ready, "
+            f"version {self.version}: {len(self.ready)} of {rules.batch_size} groups ready{empty}, "
             f"{len(self.running)} running, {waiting}{len(self.taken)} batches with the trainers, {left}"
         )
 
@@ -374,6 +344,8 @@ class ControllerState:
         assert len(everything) == len(set(everything)), "a group is in two places"
         assert self.counted == len(everything) + self.consumed_batches * rules.batch_size, "the staleness count is off"
         assert all(len(batch) == rules.batch_size for batch in self.taken), "a taken batch has not B groups"
+        assert self.rejected <= {*self.ready, *taken}, "a rejected group holds no place"
+        assert NOBODY not in self.outstanding().values(), "nobody holds a group that is to be trained on"
         assert all(free >= 0 for free in self.credits.free.values()), "more samples on a rank than it has places"
         assert len(everything) <= (rules.max_staleness + 1) * rules.batch_size, (
             "more groups outstanding than (eta + 1) B"

@@ -96,7 +96,7 @@ class Credits(Message):
 class GroupFinished(Message):
     """Rollout -> controller: all answers of a group are scored; the tokens stay here until told where to go.
 
-    Arrays [num_samples], by sample index: reward (NaN where the outcome is timeout or error), outcome and finish
+    Arrays [num_samples], by sample index: reward (NaN without a score), outcome and finish
     (codes of logschema), num_response [tokens], first/last/mean_version, interruptions, start_s, finish_s. `texts` and
     `answers` (what the reward function read) come along where nothing is trained, by sample index.
     """
@@ -334,9 +334,13 @@ class RankFailed(Message):
 
 
 class Stop(Message):
-    """Controller -> every rank: finish now; nothing more is expected from you but Farewell."""
+    """Controller -> every rank: finish now; nothing more is expected from you but Farewell.
+
+    `healthy`: the run is done and every collective is complete, so that nothing can hold up a rank that ends as usual.
+    """
 
     reason: str
+    healthy: bool = False
 
 
 class Farewell(Message):

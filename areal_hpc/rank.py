@@ -42,7 +42,8 @@ from areal_hpc.waiting import Backoff
 log = logging.getLogger("areal_hpc")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> tuple[int, bool]:
+    """The life of this rank; returns its exit code and whether it may end as a process usually does."""
     parser = argparse.ArgumentParser(prog="areal_hpc.rank", description="one rank of a run; started by mpiexec or srun")
     parser.add_argument("attempt_dir", type=Path)
     parser.add_argument("--component", choices=["head", "trainer", "rollout"])
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"areal-hpc: {error.reason}", file=sys.stderr, flush=True)
         world.abort(error.code)
     if world.rank == CONTROLLER:
-        return run_controller(config, world, run_dir)
+        return run_controller(config, world, run_dir), True
     return run_other(config, world, run_dir)
 
 
@@ -113,7 +114,7 @@ def run_controller(config: Config, world: World, run_dir: RunDir) -> int:
     state = {Exit.DONE: "done", Exit.INTERRUPTED: "interrupted", Exit.REQUEUE: "requeued"}.get(code, "failed")
     progress.ended(state, why, int(code))
     close_attempt(run_dir, progress.status)
-    silent = say_farewell(world, why, config.deadlines.exit_s / 2)
+    silent = say_farewell(world, Stop(why, code == Exit.DONE), config.deadlines.exit_s / 2)
     if silent:
         log.error("no farewell from ranks %s: aborting", silent)
         world.abort(int(code) or int(Exit.DEADLINE))
@@ -240,11 +241,11 @@ def dump_stacks(hellos: Sequence[Hello]) -> None:
             os.kill(pid, signal.SIGUSR1)
 
 
-def say_farewell(world: World, reason: str, timeout_s: float) -> list[int]:
-    """Send Stop to every rank and collect their farewells; returns the ranks that stayed silent."""
+def say_farewell(world: World, stop: Stop, timeout_s: float) -> list[int]:
+    """Send `stop` to every rank and collect their farewells; returns the ranks that stayed silent."""
     silent = set(range(1, world.size))
     for rank in silent:
-        world.post(rank, Stop(reason))
+        world.post(rank, stop)
     pause = Backoff()
     deadline_s = time.monotonic() + timeout_s
     while silent and time.monotonic() < deadline_s:
@@ -257,15 +258,15 @@ def say_farewell(world: World, reason: str, timeout_s: float) -> list[int]:
 
 
 # ------------------------------------------------------------------------------------------ trainer and rollout
-def run_other(config: Config, world: World, run_dir: RunDir) -> int:
+def run_other(config: Config, world: World, run_dir: RunDir) -> tuple[int, bool]:
     """A trainer or rollout rank. It passes signals on to the controller, who decides. Ctrl-C is for the controller."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signals.catch(signal.SIGTERM, signals.SAVE_AND_REQUEUE)
-    code = Exit.DONE
+    code, healthy = Exit.DONE, False
     try:
         clock, welcome = join(world, config)
         run = run_trainer if role_of(world.rank, config) == "trainer" else run_rollout
-        run(config, world, clock, welcome, run_dir)
+        healthy = run(config, world, clock, welcome, run_dir)
     except Exception as error:
         log.exception("this rank failed")
         failure = as_run_error(error)
@@ -273,7 +274,7 @@ def run_other(config: Config, world: World, run_dir: RunDir) -> int:
         report_failure(world, failure, config.deadlines.exit_s)
     world.post(CONTROLLER, Farewell())
     world.close(config.deadlines.exit_s / 2, int(code))
-    return int(code)
+    return int(code), healthy
 
 
 def report_failure(world: World, failure: RunError, timeout_s: float) -> None:
@@ -294,34 +295,34 @@ def report_failure(world: World, failure: RunError, timeout_s: float) -> None:
     world.abort(int(failure.code))
 
 
-def run_trainer(config: Config, world: World, clock: RunClock, welcome: Welcome, run_dir: RunDir) -> None:
+def run_trainer(config: Config, world: World, clock: RunClock, welcome: Welcome, run_dir: RunDir) -> bool:
     from areal_hpc.trainer import Trainer
 
     with trainer_compute(config, world, welcome) as compute:
-        Trainer(config, world, clock, compute, run_dir, welcome).run()
+        return Trainer(config, world, clock, compute, run_dir, welcome).run()
 
 
-def run_rollout(config: Config, world: World, clock: RunClock, welcome: Welcome, run_dir: RunDir) -> None:
+def run_rollout(config: Config, world: World, clock: RunClock, welcome: Welcome, run_dir: RunDir) -> bool:
     from areal_hpc.rollout import Rollout
 
     with rollout_compute(config, world, welcome) as compute:
-        Rollout(config, world, clock, compute).run()
+        return Rollout(config, world, clock, compute).run()
 
 
-def leave(code: int) -> NoReturn:
+def leave(code: int, healthy: bool) -> NoReturn:
     """End the process; MPI is finalized and all files are closed by now.
 
-    With torch's process groups at once: a collective that is still pending (its peer failed) would hold the
-    interpreter's exit until the collective's own deadline. Without them as usual, because only then MPICH 5 tells its
-    launcher that all is well; else mpiexec kills the ranks that are a little slower and reports a bad termination.
+    After a healthy end as usual, because only then MPICH 5 tells its launcher that all is well; else mpiexec kills the
+    ranks that are a little slower and reports a bad termination. After any other end at once: a collective that torch
+    still has pending (its peer failed) would hold the interpreter's exit until the collective's own deadline.
     """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    if "areal_hpc.process_group" in sys.modules:
+    if not healthy and "torch" in sys.modules:
         os._exit(code)
     sys.exit(code)
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(*main())

@@ -11,7 +11,14 @@ from areal_hpc.datasets import PromptSource
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.saver import STATE
 
-FIXED = ("seed", "data.train", "data.shuffle", "trainer.batch_size", "trainer.group_size", "reward.function")
+FIXED = (
+    "seed",
+    "data.train",
+    "data.shuffle",
+    "trainer.batch_size",
+    "trainer.group_size",
+    *(f"reward.{name}" for name in ("function", "kwargs", "functions", "scale", "truncated")),
+)
 """Settings that must be those of the checkpoint: the count of prompts, or what rewards mean, depends on them."""
 
 
@@ -65,11 +72,14 @@ def differences(saved: dict[str, Any], config: Config) -> list[str]:
     return [
         f"{name} was {_get(saved, name)}, is {_get(now, name)}"
         for name in FIXED
-        if _get(saved, name) != _get(now, name)
+        if _get(saved, name, default=_get(now, name)) != _get(now, name)
     ]
 
 
-def _get(settings: dict[str, Any], name: str) -> Any:
+def _get(settings: Any, name: str, default: Any = None) -> Any:
+    """One setting; `default` where a checkpoint is older than it."""
     for part in name.split("."):
-        settings = settings.get(part, {}) if isinstance(settings, dict) else {}
+        if not isinstance(settings, dict) or part not in settings:
+            return default
+        settings = settings[part]
     return settings

@@ -40,6 +40,7 @@ from areal_hpc.messages import (
 )
 from areal_hpc.preflight import CONTROLLER, RunClock, unusable
 from areal_hpc.reporting import Reporter
+from areal_hpc.rewards.backlog import Backlog
 from areal_hpc.rollout_state import Group, SavedGroup, snapshot
 from areal_hpc.seeds import sample_seed
 from areal_hpc.shipment import join
@@ -65,10 +66,11 @@ class Rollout:
         self.credits_to_grant = config.rollout.slots + config.trainer.group_size
         self.heard_s = time.monotonic()
         self.num_restarts_told = 0
-        self.stopped = False
+        self.backlog = Backlog(config.max_pending, lambda text: self.reporter.event("reward_backlog", text))
+        self.stopped = self.healthy_end = False
 
-    def run(self) -> None:
-        """Generate until told to stop.
+    def run(self) -> bool:
+        """Generate until told to stop; True after a healthy end.
 
         Raises:
             RunError: DEADLINE when a weight update does not arrive completely in time, or the controller is silent;
@@ -92,12 +94,14 @@ class Rollout:
                 reason = f"rollout rank {self.world.rank} heard nothing from the controller for {silence_s:.0f} s"
                 raise RunError(Exit.DEADLINE, reason)
             pause.sleep()
+        return self.healthy_end
 
     # ------------------------------------------------------------------------------------------------ decoding
     def decode(self) -> bool:
         """One token for every running sample."""
         if not self.engine.num_running and not self.engine.num_waiting:
             self.reporter.activity.switch("idle")
+            fault("rollout.idle", self.world.rank)
             return False
         self.reporter.activity.switch("generate")
         fault("rollout.decode", self.world.rank)
@@ -113,16 +117,24 @@ class Rollout:
         if group is None:
             return
         group.completions[done.key[1]] = done
-        self.submit_reward(group.header, done)
+        self.submit_reward(group, done)
 
-    def submit_reward(self, header: AdmitGroup, done: Completion) -> None:
-        self.rewards.submit(done.key, header.prompt, self.compute.decode(done.tokens), header.metadata)
+    def submit_reward(self, group: Group, done: Completion) -> None:
+        header = group.header
+        facts = {
+            "num_tokens": len(done.tokens),
+            "max_new_tokens": self.config.rollout.max_new_tokens,
+            "prompt_tokens": len(group.prompt),
+            "truncated": done.finish == "length",
+            "purpose": header.purpose,
+        }
+        self.rewards.submit(done.key, header.prompt, self.compute.decode(done.tokens), header.metadata, facts)
 
     def take_rewards(self) -> bool:
         results = self.rewards.poll()
         if self.rewards.num_restarts > self.num_restarts_told:
             self.num_restarts_told = self.rewards.num_restarts
-            self.reporter.event("reward_worker_replaced", f"{self.num_restarts_told} replaced so far on this rank")
+            self.reporter.event("reward_process_replaced", f"{self.num_restarts_told} replaced so far on this rank")
         for result in results:
             group = self.groups.get(result.key[0])
             if group is None:
@@ -152,7 +164,10 @@ class Rollout:
         return words, [group.rewards[s].answer for s in order]
 
     def grant_credits(self) -> None:
-        """Tell the controller about free places as soon as they suffice for a group, or nothing else runs."""
+        """Tell the controller about free places as soon as they suffice for a group, or nothing else runs; not while
+        too many answers wait for their reward."""
+        if self.backlog.holds(self.rewards.num_pending):
+            return
         enough = 1 if self.config.is_evaluation else self.config.trainer.group_size
         if self.credits_to_grant >= enough or (self.credits_to_grant and not self.engine.num_running):
             self.world.post(CONTROLLER, Credits(self.credits_to_grant))
@@ -166,6 +181,7 @@ class Rollout:
                 return False
             self.receiver.begin(self.versions_to_load.pop(0))
             self.receiving = True
+            fault("rollout.receive", self.world.rank)
         ready = self.receiver.poll()
         if ready is None:
             return False
@@ -209,8 +225,8 @@ class Rollout:
                 self.restore(Path(path), arrays["group_id"].tolist())
             case LoadWeights(version):
                 self.versions_to_load.append(version)
-            case Stop():
-                self.stopped = True
+            case Stop(_, healthy):
+                self.stopped, self.healthy_end = True, healthy
             case _:
                 raise unusable(self.world, self.config, received)
 
@@ -234,7 +250,7 @@ class Rollout:
         self.engine.submit([self.request(group, sample, saved.begun.get(sample, NOT_BEGUN)) for sample in unfinished])
         for sample, done in group.completions.items():
             if sample not in group.rewards:
-                self.submit_reward(header, done)
+                self.submit_reward(group, done)
         if group.is_complete:
             self.announce(group)
 
@@ -262,6 +278,7 @@ class Rollout:
         for trainer, keys in by_rank.items():
             arrays = join([self.groups[group_id].trajectory(sample) for group_id, sample in keys])
             self.world.post(trainer, Samples(header.step), arrays)
+            fault("rollout.ship", self.world.rank)
             if header.also_log:
                 self.world.post(CONTROLLER, Samples(header.step), arrays)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from areal_hpc.answers import Answer
 from areal_hpc.estimates import majority_at, mean_and_error, pass_at_k, powers_of_two
-from areal_hpc.logschema import Finish, Outcome
+from areal_hpc.logcodes import Finish, Outcome
 
 MOST_FOR_MAJORITY = 1000
 """maj@k of more answers to a prompt is left out: its counts would leave the range of float64."""

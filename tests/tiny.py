@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 LETTERS = "abcdefgh"
@@ -56,3 +57,14 @@ def reward_with_answer(prompt: str, completion: str, metadata: dict) -> tuple[fl
     first = sum(letter in LETTERS[:4] for letter in completion)
     more = "first" if 2 * first > len(completion) else "tie" if 2 * first == len(completion) else "second"
     return (*reward(prompt, completion, metadata), more)
+
+
+slept: list[float] = []
+
+
+def slow_at_first(prompt: str, completion: str, metadata: dict, *, seconds: float) -> tuple[float, str]:
+    """The same, but every process takes `seconds` for its first answer."""
+    if not slept:
+        slept.append(seconds)
+        time.sleep(seconds)
+    return reward(prompt, completion, metadata)

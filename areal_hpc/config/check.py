@@ -31,6 +31,7 @@ Places = dict[str, tuple[float, str]]
 _TEXT_TAG = "tag:yaml.org,2002:str"
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 _LARGEST = 2**63 - 1
+_SECTION = Setting("", "", "", None, "", is_section=True)
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ def check_config(path: Path, overrides: Sequence[str] = (), files_are_elsewhere:
     document = read_file(path)
     problems = document.problems
     problems += _override(document, overrides)
-    problems += _add_site(document)
+    for setting in ("preset", "slurm.site"):
+        problems += _lay_under(document, setting)
     config, malformed = _validate(document.data)
     problems += malformed
     if config is not None:
@@ -212,21 +214,22 @@ def _put(data: dict[str, Any], parts: list[str], value: Any) -> None:
     data[leaf] = value
 
 
-# --------------------------------------------------------------------------------------------------------- site
-def _add_site(document: _Document) -> list[Problem]:
-    """Lay the settings of the file that `slurm.site` names under the data; returns what is wrong with that file."""
-    slurm = document.data.get("slurm")
-    name = slurm.get("site") if isinstance(slurm, dict) else None
+# ------------------------------------------------------------------------------------------------ preset and site
+def _lay_under(document: _Document, setting: str) -> list[Problem]:
+    """Lay the settings of the file that `setting` names under the data; returns what is wrong with that file."""
+    name: Any = document.data
+    for part in setting.split("."):
+        name = name.get(part) if isinstance(name, dict) else None
     if not isinstance(name, str) or not name.strip() or not name.isprintable():
         return []  # _validate says so
     try:
-        site = read_file(Path(name))
+        below = read_file(Path(name))
     except ConfigErrors as errors:
-        return [Problem("slurm.site", str(problem)) for problem in errors.problems]
-    document.data = _laid_under(site.data, document.data)
-    for setting, (line, words) in site.places.items():
-        document.places.setdefault(setting, (line, f"{name} {words}"))
-    return site.problems
+        return [Problem(setting, str(problem)) for problem in errors.problems]
+    document.data = _laid_under(below.data, document.data)
+    for known, (line, words) in below.places.items():
+        document.places.setdefault(known, (line, f"{name} {words}"))
+    return below.problems
 
 
 def _laid_under(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -268,7 +271,10 @@ def _translate(error: ValidationError) -> Iterator[tuple[tuple[str, ...], Proble
     """(Path in the data, problem) of everything pydantic found; a field that has several errors counts once."""
     for entry in error.errors(include_url=False, include_context=False):
         loc = tuple(str(part) for part in entry["loc"])
-        if entry["type"] in ("extra_forbidden", "invalid_key"):
+        if entry["type"] in ("extra_forbidden", "missing") and (within := _list_around(loc)):
+            what = "is missing" if entry["type"] == "missing" else "unknown setting"
+            yield within, Problem(".".join(loc), what, settings()[".".join(within)].doc)
+        elif entry["type"] in ("extra_forbidden", "invalid_key"):
             yield loc, _unknown(loc)
         elif entry["type"] == "missing":
             for leaf in required_under(".".join(loc)):
@@ -279,6 +285,12 @@ def _translate(error: ValidationError) -> Iterator[tuple[tuple[str, ...], Proble
             setting = settings()[".".join(loc)]
             value = entry["input"]
             yield loc, Problem(setting.name, f"{setting.must_be}, got {shown(value)}", _advice(setting, value))
+
+
+def _list_around(loc: tuple[str, ...]) -> tuple[str, ...]:
+    """The setting that holds a list of sections, for a path into it; () for any other path."""
+    above = [loc[:n] for n in range(1, len(loc)) if not settings().get(".".join(loc[:n]), _SECTION).is_section]
+    return above[0] if above else ()
 
 
 def _unstorable(config: Config) -> Iterator[Problem]:

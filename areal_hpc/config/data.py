@@ -1,4 +1,4 @@
-"""What is learnt: the model, its prompts, how answers are judged."""
+"""What is learnt: the model, its prompts, how it is measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from areal_hpc.config.types import Count, Number, Seconds, Section, Text, Unit
+from areal_hpc.config.types import Count, Number, Section, Text, Unit
 
 
 class ModelConfig(Section):
@@ -40,15 +40,6 @@ class DataConfig(Section):
     @property
     def heldout_files(self) -> tuple[str, ...]:
         return (self.heldout,) if isinstance(self.heldout, str) else self.heldout or ()
-
-
-class RewardConfig(Section):
-    function: Text
-    """`package.module:function` or `/path/file.py:function` of (prompt, completion, metadata) -> reward."""
-    workers: Annotated[Count, Unit("processes per rollout rank")] = 1
-    """Processes in which answers are scored."""
-    timeout_s: Seconds = 10.0
-    """Longest time for one answer, counted from the start of its scoring."""
 
 
 class EvaluationConfig(Section):

@@ -20,6 +20,8 @@ from pathlib import Path
 
 from areal_hpc.config import Config
 
+OVERLONG = "areal_hpc.rewards.shaping:overlong_penalty"
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -295,6 +297,24 @@ def _count_lines(path: Path, at_most: int | None = None) -> int:
 @rule("reward.function", files=True)
 def reward_function_exists(c: Config) -> Iterator[Problem]:
     yield from _check_function("reward.function", c.reward.function)
+
+
+@rule("reward.functions", files=True)
+def further_functions_exist(c: Config) -> Iterator[Problem]:
+    for number, further in enumerate(c.reward.functions):
+        yield from _check_function(f"reward.functions.{number}", further.function)
+
+
+@rule("reward.functions", "rollout.max_new_tokens")
+def overlong_cache_fits(c: Config) -> Iterator[Problem]:
+    for number, further in enumerate(c.reward.functions):
+        cache, most = further.kwargs.get("cache"), c.rollout.max_new_tokens
+        if further.function == OVERLONG and not (isinstance(cache, int) and 1 <= cache <= most):
+            yield Problem(
+                f"reward.functions.{number}.kwargs",
+                f"cache must be a whole number from 1 to rollout.max_new_tokens = {most} [tokens], got {cache}",
+                "the penalty grows over the last `cache` tokens, DAPO's are a fifth of them",
+            )
 
 
 @rule("prepare.function", files=True)

@@ -9,7 +9,8 @@ import numpy as np
 from areal_hpc.controller_state import Credits
 from areal_hpc.datasets import Prompt
 from areal_hpc.evaluation import Evaluation
-from areal_hpc.logschema import EVALUATIONS, Finish, Outcome
+from areal_hpc.logcodes import Finish, Outcome
+from areal_hpc.logschema import EVALUATIONS
 from areal_hpc.messages import GroupFinished
 
 HELDOUT = {"sums": [Prompt("a", "1+1=", {}), Prompt("b", "2+2=", {})], "more": [Prompt("a", "3+3=", {})]}

@@ -10,7 +10,7 @@ import pytest
 from areal_hpc.config import Config
 from areal_hpc.controller_state import Credits
 from areal_hpc.examiner import Examiner
-from areal_hpc.logschema import Outcome
+from areal_hpc.logcodes import Outcome
 from areal_hpc.messages import AdmitGroup, GroupFinished, GroupRefused
 from tests.unit.test_evaluation import HELDOUT, figures
 

@@ -13,16 +13,16 @@ PACKAGE = Path(__file__).parents[2] / "areal_hpc"
 # its own, but roles never from each other.
 FLOORS = [
     """__init__ exits config trajectory codec messages staleness
-    logschema activity seeds waiting signals shipment faults compute slurmfacts placement
+    logcodes logschema activity seeds waiting signals shipment faults compute slurmfacts placement
     jobspec batchscript slurmrules slurmstate estimates""",
-    "packing advantages losses models sampling controller_state learner buckets",
-    """comm mpi_start warm_blocks process_group weights runlog runlog_writer datasets reward_worker rewards rundir
+    "packing advantages losses models sampling instructions controller_state learner buckets",
+    """comm mpi_start warm_blocks process_group weights runlog runlog_writer datasets rewards rundir
     engines
     checkpoint checkpoint_files ownership attempts preflight reporting rollout_state group_files bookkeeping
     answers scorecard heldout evaluation examiner figuresview
     progress simulation backends hetjob desk saver resuming""",
     "controller evaluator trainer rollout",
-    "rank evaluate attempt launch liveview check submission sweep cli demo bench doctor",
+    "rank evaluate attempt launch liveview check export submission sweep cli demo bench doctor",
 ]
 ROLES = {"controller", "evaluator", "trainer", "rollout"}
 ROOMS = {
@@ -36,7 +36,7 @@ ROOMS = {
     "safetensors": {"checkpoint_files"},
     "rich": {"liveview", "figuresview", "check", "bench.report"},
 }
-NO_TORCH = f"""{FLOORS[0]} packing advantages controller_state comm runlog runlog_writer datasets reward_worker rewards
+NO_TORCH = f"""{FLOORS[0]} packing advantages controller_state comm runlog runlog_writer datasets rewards
     answers scorecard heldout evaluation examiner evaluator
     bookkeeping progress controller preflight reporting rollout_state group_files trainer rollout rank
     backends simulation sweep checkpoint checkpoint_files ownership attempts""".split()
