@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 
 from areal_hpc.rundir import read_json
 from areal_hpc.runlog import RunLog
-from tests.runs import TESTS, run, tiny_config
+from tests.runs import TESTS, finish, run, start, tiny_config, wait_until
 
 pytestmark = pytest.mark.mpi
 SAMPLES = 4
@@ -146,3 +149,31 @@ def test_lines_and_summary_tell_of_every_evaluation(training):
     assert told == {(int(version), 64) for version in set(log.evaluations.version)}
     for version in set(log.evaluations.version):
         assert f"held-out pass@1 at version {version}: " in training.stdout
+
+
+@pytest.mark.slow
+def test_an_evaluation_beside_training_goes_on_after_a_resume(tiny_dir, tmp_path):
+    """Killed while version 2 is evaluated: answers of the checkpoint are kept, the others are asked for anew."""
+    config = tiny_config(
+        tiny_dir,
+        tmp_path / "run",
+        steps=12,
+        evaluation={"samples": SAMPLES, "every": 2, "share": 0.01, "at_start": False, "at_end": False},
+        rollout={"slots": 12},
+        checkpoint={"every_s": 0.001},
+    )
+    config["data"]["heldout"] = str(tiny_dir / "heldout.jsonl")
+    process = start(config)
+    status = Path(config["run_dir"]) / "status.json"
+    wait_until(lambda: read_json(status).get("version", 0) >= 5, 90, "version 5")
+    os.kill(read_json(status)["controller_pid"], signal.SIGKILL)
+    assert finish(process, config).returncode != 0
+    run(config).assert_done()
+    log = RunLog(config["run_dir"])
+    resumed = log.events[log.events.kind == "evaluation_resumed"].text.tolist()
+    assert len(resumed) == 1
+    version, kept, anew = (int(number) for number in re.findall(r"\d+", resumed[0]))
+    assert kept + anew == 64 and kept > 0 and anew > 0
+    rows = log.evaluations[log.evaluations.version == version]
+    assert len(rows) == len(rows.drop_duplicates(["prompt_id", "sample"])) == 64
+    assert rows.finish_s.isna().sum() == kept, "what an earlier attempt got has no time on this one's clock"
