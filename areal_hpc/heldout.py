@@ -23,6 +23,7 @@ WITHOUT_EFFECT = {
     "rollout.interrupt",
     "rollout.prefill_tokens",
     "rollout.threads",
+    "simulation.speedup",
     "evaluation.every",
     "evaluation.share",
     "evaluation.at_start",
@@ -59,7 +60,14 @@ def settings_of(config: Config) -> dict[str, Any]:
         OSError: a file cannot be read.
     """
     settings: dict[str, Any] = {"seed": config.seed}
-    for section in ("model", "data", "reward", "rollout", "evaluation"):
+    for section in (
+        "model",
+        "data",
+        "reward",
+        "rollout",
+        "evaluation",
+        *(["simulation"] if config.is_simulated else []),
+    ):
         values = getattr(config, section).model_dump(mode="json")
         settings |= {f"{section}.{key}": v for key, v in values.items() if f"{section}.{key}" not in WITHOUT_EFFECT}
     settings["data"] = {name: _digest(Path(path)) for name, path in heldout_files(config).items()}

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from areal_hpc import simulation
+from areal_hpc.answers import num_on_record
 from areal_hpc.rundir import read_json
 from areal_hpc.runlog import RunLog
 from tests.runs import TESTS, finish, run, start, tiny_config, wait_until
@@ -177,3 +179,36 @@ def test_an_evaluation_beside_training_goes_on_after_a_resume(tiny_dir, tmp_path
     rows = log.evaluations[log.evaluations.version == version]
     assert len(rows) == len(rows.drop_duplicates(["prompt_id", "sample"])) == 64
     assert rows.finish_s.isna().sum() == kept, "what an earlier attempt got has no time on this one's clock"
+
+
+def test_ctrl_c_leaves_a_record_and_another_number_of_ranks_completes_it(tmp_path):
+    """Simulated compute: the same evaluator, messages and record without a model."""
+    simulation.prepare(tmp_path / "data")
+    out = tmp_path / "out"
+    command = [
+        sys.executable,
+        "-m",
+        "areal_hpc.cli",
+        "evaluate",
+        "none",
+        "--data",
+        str(tmp_path / "data/heldout.jsonl"),
+    ]
+    command += ["--reward", "areal_hpc.simulation:reward", "--out", str(out), "--max-new-tokens", "4096"]
+    command += ["rollout.engine=simulated", "trainer.engine=simulated", "rollout.slots=4"]
+    first = subprocess.Popen(
+        [*command, "simulation.speedup=20"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_until(lambda: num_on_record(out) >= 3, 60, "three answers")
+    first.send_signal(signal.SIGINT)
+    _, told = first.communicate(timeout=60)
+    kept = num_on_record(out)
+    assert first.returncode == 130 and f"stopped by SIGINT on rank 0; {kept} answers are on record" in told
+    assert 3 <= kept < 64 and not (out / "summary.json").exists()
+    second = subprocess.run(
+        [*command, "--ranks", "3", "simulation.speedup=500"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert second.returncode == 0, second.stdout + second.stderr
+    figures = read_json(out / "summary.json")["data"][0]
+    assert figures["answers"] == figures["scored"] == 64 and len({line["prompt_id"] for line in answers(out)}) == 64
+    assert f"{kept} answers kept, {64 - kept} to go" in set(RunLog(out).events.text)

@@ -98,11 +98,11 @@ def test_it_can_be_trained(model, problems, tmp_path):
         "model": {"path": str(model)},
         "data": {"train": str(problems / "gsm8k.jsonl")},
         "reward": {"function": f"{TESTS / 'real_models.py'}:reward", "timeout_s": 60},
-        "rollout": {"slots": 8, "max_prompt_tokens": 300, "max_new_tokens": 24},
+        "rollout": {"slots": 8, "max_prompt_tokens": 176, "max_new_tokens": 24},
         "trainer": {
             "batch_size": 2,
             "group_size": 4,
-            "micro_batch_tokens": 512,
+            "micro_batch_tokens": 200,
             "advantage": {"group_norm": "none"},
             "optimizer": {"lr": 1.0e-5},
         },
