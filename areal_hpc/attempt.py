@@ -24,7 +24,7 @@ from areal_hpc.checkpoint import Checkpoints, Found, preflight_space
 from areal_hpc.config import Config, PrepareConfig
 from areal_hpc.config.check import Checked, check_config
 from areal_hpc.exits import Exit, RunError
-from areal_hpc.heldout import settings_of
+from areal_hpc.heldout import read_sets, settings_of
 from areal_hpc.jobspec import run_job
 from areal_hpc.ownership import Owner, alive, claim, release
 from areal_hpc.resuming import differences
@@ -99,10 +99,10 @@ def what_is_finished(run_dir: RunDir, config: Config) -> str:
     """A sentence for people when the run has reached its end already, else nothing.
 
     Raises:
-        RunError: CONFIG, the directory holds an evaluation with other settings.
+        RunError: CONFIG, the directory holds an evaluation with other settings, or its prompts cannot be read.
     """
     if config.is_evaluation:
-        check_settings(run_dir.root, settings_of(config))
+        check_settings(run_dir.root, settings_of(config, read_sets(config)[0]))
     status = read_json(run_dir.status)
     if status.get("state") != "done" or status.get("steps", 0) < config.steps:
         return ""

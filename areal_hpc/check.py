@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from areal_hpc.config import Config
 from areal_hpc.config.check import Checked, ConfigErrors, check_config
 from areal_hpc.config.schema import explain
-from areal_hpc.exits import Exit
+from areal_hpc.data.survey import survey
+from areal_hpc.exits import Exit, RunError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,8 +29,13 @@ def main(argv: Sequence[str]) -> int:
     except ConfigErrors as errors:
         print(errors.render(), file=sys.stderr)
         return Exit.CONFIG
+    try:
+        data = survey(checked.config)
+    except RunError as error:
+        print(f"{options.config}: the data cannot be used\n{textwrap.indent(error.reason, '  ')}", file=sys.stderr)
+        return error.code
     print(f"{options.config} is fine")
-    print(facts(checked))
+    print("\n".join([facts(checked), *(f"  {'' if i else 'data':<8} {line}" for i, line in enumerate(data))]))
     return Exit.DONE
 
 
@@ -55,7 +62,7 @@ def _facts_of_evaluation(checked: Checked) -> str:
     rows = [
         ("run", f"{config.name} in {config.run_dir}: an evaluation, nothing is trained"),
         ("model", config.model.path),
-        ("data", ", ".join(config.data.heldout_files)),
+        ("data", ", ".join(f"{s.title} ({s.path})" for s in config.data.heldout_sources)),
         ("ranks", f"{config.world_size} = 1 controller + {rollout.ranks} rollout"),
         (
             "answers",

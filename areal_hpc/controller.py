@@ -22,7 +22,7 @@ from areal_hpc.bookkeeping import BatchRecord, GroupRecord, group_rows, step_row
 from areal_hpc.comm import Received, World
 from areal_hpc.config import Config
 from areal_hpc.controller_state import ControllerState, Rules
-from areal_hpc.datasets import PromptSource
+from areal_hpc.data import Source
 from areal_hpc.desk import Desk
 from areal_hpc.evaluation import Evaluation, HeldOut
 from areal_hpc.examiner import Examiner
@@ -80,14 +80,14 @@ class Controller(Desk):
         world: World,
         clock: RunClock,
         log: RunLogWriter,
-        source: PromptSource,
+        source: Source,
         heldout: HeldOut,
         progress: Progress,
         saver: Saver,
         saved: SavedRun | None = None,
     ) -> None:
         super().__init__(config, world, clock, log)
-        self.source = source
+        self.source, self.data = source, source.digests()
         self.progress = progress
         self.saver = saver
         self.saved = saved
@@ -312,6 +312,7 @@ class Controller(Desk):
 
     def group_refused(self, header: GroupRefused, source: int) -> None:
         self.event("prompt_refused", header.reason, source)
+        self.progress.refused(header.purpose)
         if header.purpose == "evaluate":
             self.examiner.refused(header)
         elif header.group_id in self.state.running:
@@ -351,8 +352,8 @@ class Controller(Desk):
         waiting = [(g, *self.saved.group(g)) for g in self.state.backlog] if self.saved else []
         cursor = list(self.source.cursor)
         facts = {name: state[name] for name in ("step", "version")} | {"config": self.config.model_dump(mode="json")}
-        evaluation = self.examiner.snapshot()
-        return state | {"cursor": cursor, "groups": groups, "waiting": waiting, "evaluation": evaluation}, facts
+        own = {"cursor": cursor, "data": self.data, "evaluation": self.examiner.snapshot()}
+        return state | own | {"groups": groups, "waiting": waiting}, facts
 
     def idle(self) -> None:
         self.saver.poll()

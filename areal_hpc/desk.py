@@ -82,7 +82,7 @@ class Desk:
 
     def expect_heartbeats(self) -> None:
         """From now on every rank must be heard. While it loads its model it is silent; `startup_s` is for that."""
-        self.heard_s = dict.fromkeys([*self.trainers, *self.rollouts], time.monotonic())
+        self.heard_s = dict.fromkeys(range(1, self.world.size), time.monotonic())
 
     def check_heartbeats(self) -> None:
         """Raises RunError (DEADLINE) naming the rank that has been silent for longest, if too long."""

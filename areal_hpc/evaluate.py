@@ -20,8 +20,9 @@ from areal_hpc import submission
 from areal_hpc.answers import check_settings
 from areal_hpc.config import Config
 from areal_hpc.config.check import ConfigErrors, check_config
+from areal_hpc.config.sources import SourceConfig
 from areal_hpc.exits import Exit, RunError
-from areal_hpc.heldout import settings_of
+from areal_hpc.heldout import read_sets, settings_of
 from areal_hpc.launch import run_here
 
 FILE = "evaluate.yaml"
@@ -87,7 +88,7 @@ def prepare(options: argparse.Namespace) -> Path:
 
 def _settings_of(config: Config) -> dict[str, Any]:
     try:
-        return settings_of(config)
+        return settings_of(config, read_sets(config)[0])
     except OSError as error:
         raise RunError(Exit.CONFIG, f"areal-hpc evaluate: cannot read {error.filename}: {error.strerror}") from None
 
@@ -106,7 +107,7 @@ def settings(options: argparse.Namespace, out: Path) -> dict[str, Any]:
         "run_dir": str(out),
         "seed": options.seed,
         "model": {"path": options.model},
-        "data": data_section(options.data, layouts),
+        "data": data_section(options.data, layouts, options.chat),
         "reward": {"function": options.reward or _reward_of(layouts)},
         "rollout": {name: value for name, value in rollout.items() if value is not None},
         "trainer": {"ranks": 0},
@@ -114,12 +115,18 @@ def settings(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     }
 
 
-def data_section(paths: Sequence[str], layouts: Sequence[str]) -> dict[str, Any]:
+def data_section(paths: Sequence[str], layouts: Sequence[str], chat: str | None = None) -> dict[str, Any]:
     """The section `data`; training prompts are asked for by the configuration, and not read without trainers."""
-    if any(layouts):
-        sources = [{"path": path, "layout": layout or "plain"} for path, layout in zip(paths, layouts, strict=True)]
-        return {"train": paths[0], "heldout": sources}
-    return {"train": paths[0], "heldout": list(paths)}
+    names: list[str] = []
+    for path in paths:
+        title = SourceConfig(path=path).title
+        number = 1 + sum(name == title or name.rpartition("-")[0] == title for name in names)
+        names.append(title if number == 1 else f"{title}-{number}")
+    sources = [
+        {"name": name, "path": path, "layout": layout or "plain"}
+        for name, path, layout in zip(names, paths, layouts, strict=True)
+    ]
+    return {"train": paths[0], "heldout": sources, **({"chat": {"template": chat}} if chat else {})}
 
 
 def _layouts(options: argparse.Namespace) -> list[str]:
@@ -153,6 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     add("overrides", nargs="*", metavar="a.b=value", help="any other setting; `areal-hpc check --explain` lists them")
     add("--data", action="append", required=True, metavar="FILE", help="held-out prompts; again for another data set")
     add("--layout", action="append", default=[], metavar="NAME", help="what the fields mean, as data.heldout takes it")
+    add("--chat", metavar="TEMPLATE", help="model: the model's chat template; or a Jinja file; none: plain text (none)")
     add("--reward", metavar="FUNCTION", help="package.module:function or file.py:function; default: by layout")
     add("--samples", type=int, default=1, metavar="N", help="answers per prompt (1)")
     add("--temperature", type=float, metavar="T", help="sampling temperature; 0 takes the likeliest token (1.0)")

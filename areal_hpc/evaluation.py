@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from areal_hpc.answers import Answer, AnswerKey
 from areal_hpc.controller_state import Credits
-from areal_hpc.datasets import Prompt
+from areal_hpc.data import Prompt
 from areal_hpc.messages import GroupFinished
 from areal_hpc.scorecard import Scorecard, scorecards
 

@@ -69,7 +69,7 @@ class Evaluator(Desk):
         self.record = record
         self.places = Places()
         self.examiner = Examiner(self, heldout, self.places, self.evaluated, self.received)
-        self.not_ready = set(self.rollouts)
+        self.not_ready = set(range(1, world.size))
         self.is_done = False
 
     def run(self, run_dir: RunDir) -> str:

@@ -74,3 +74,4 @@ class Activity(Code):
     PUBLISH = 9
     SCHEDULE = 10
     LOG = 11
+    SCORE = 12

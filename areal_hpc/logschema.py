@@ -246,7 +246,7 @@ RANKS = Table(
     64,
     (
         Column("rank", "i4", "rank", "world rank"),
-        Column("role", "S16", "text", "controller, trainer or rollout"),
+        Column("role", "S16", "text", "controller, trainer, rollout or reward"),
         Column("host", "S64", "text", "its host"),
         Column("pid", "i8", "id", "its process there"),
         Column("gpu", "S64", "text", "the GPU that is its own, as in CUDA_VISIBLE_DEVICES; empty: none"),

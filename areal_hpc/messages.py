@@ -8,6 +8,7 @@ The life of one prompt in messages:
     controller --AdmitGroup---> rollout --GroupFinished-> controller --ShipSamples-> rollout --Samples--> trainer
     controller --TrainBatch---> trainer --StepFinished--> controller
     controller --LoadWeights--> rollout --WeightsLoaded-> controller
+    rollout ---Score----------> reward --Scored---------> rollout        (only in runs with reward ranks)
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class StoreAddress(Message):
 
 
 class Ready(Message):
-    """Trainer or rollout rank -> controller: model loaded, process group joined."""
+    """Every other rank -> controller: model loaded, process group joined, reward processes started."""
 
 
 # -------------------------------------------------------------------------------------------------- generation
@@ -126,6 +127,28 @@ class GroupRefused(Message):
     group_id: int
     reason: str
     purpose: Purpose = "train"
+
+
+class Score(Message):
+    """Rollout -> reward: judge this answer; its texts are UTF-8 as arrays of bytes, `facts` as in rewards.recipe."""
+
+    ARRAYS: ClassVar[Mapping[str, str]] = {"prompt": "uint8", "completion": "uint8"}
+    group_id: int
+    sample: int
+    metadata: dict[str, Any]
+    facts: dict[str, Any]
+
+
+class Scored(Message):
+    """Reward -> rollout: what became of an answer; the fields of rewards.RewardResult."""
+
+    group_id: int
+    sample: int
+    reward: float
+    outcome: Literal["correct", "wrong", "unparsed", "timeout", "error", "truncated"]
+    seconds: float
+    detail: str
+    answer: str | None = None
 
 
 class ShipSamples(Message):

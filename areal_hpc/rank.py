@@ -1,6 +1,6 @@
 """What mpiexec and srun start: one rank of a run.
 
-    python -m areal_hpc.rank RUN/attempt_N [--component head|trainer|rollout]
+    python -m areal_hpc.rank RUN/attempt_N [--component head|trainer|rollout|reward]
 
 How a rank ends. Healthy: the controller sends Stop, the rank answers Farewell and finalizes MPI. A failure on any
 rank goes to the controller as RankFailed; the controller writes down why, sends Stop to all, and returns the exit
@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from areal_hpc import signals
 from areal_hpc.attempts import BEGIN, End, write_end
-from areal_hpc.backends import rollout_compute, trainer_compute
+from areal_hpc.backends import reward_compute, rollout_compute, trainer_compute
 from areal_hpc.codec import Codec
 from areal_hpc.comm import World
 from areal_hpc.config import Config, load_resolved
@@ -40,14 +40,18 @@ from areal_hpc.rundir import RunDir, read_json
 from areal_hpc.waiting import Backoff
 
 log = logging.getLogger("areal_hpc")
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+"""Compute nodes have no internet: whatever a reward function or a library looks up there would hang, not fail."""
 
 
 def main(argv: list[str] | None = None) -> tuple[int, bool]:
     """The life of this rank; returns its exit code and whether it may end as a process usually does."""
     parser = argparse.ArgumentParser(prog="areal_hpc.rank", description="one rank of a run; started by mpiexec or srun")
     parser.add_argument("attempt_dir", type=Path)
-    parser.add_argument("--component", choices=["head", "trainer", "rollout"])
+    parser.add_argument("--component", choices=["head", "trainer", "rollout", "reward"])
     arguments = parser.parse_args(argv)
+    for name in OFFLINE:
+        os.environ[name] = "1"
     run_dir = RunDir.of(arguments.attempt_dir)
     config = load_resolved(run_dir.config)
     world = World(Codec(MESSAGE_TYPES), run_dir.attempt)
@@ -144,8 +148,8 @@ def control(config: Config, world: World, run_dir: RunDir, progress: Any) -> str
     from areal_hpc.bookkeeping import rank_rows
     from areal_hpc.checkpoint import Checkpoints
     from areal_hpc.controller import Controller
-    from areal_hpc.datasets import PromptSource, read_prompts
-    from areal_hpc.heldout import read_heldout
+    from areal_hpc.data.reading import read_train
+    from areal_hpc.heldout import read_sets
     from areal_hpc.resuming import SavedRun
     from areal_hpc.runlog_writer import RunLogWriter
     from areal_hpc.saver import Saver
@@ -159,12 +163,9 @@ def control(config: Config, world: World, run_dir: RunDir, progress: Any) -> str
     saved = SavedRun(trusted) if trusted else None
     resume = (str(saved.path), saved.version) if saved else ("", 0)
     clock, hellos = welcome_all(world, config, *resume)
-    data = config.data
-    fields = {"prompt_field": data.prompt_field, "id_field": data.id_field}
-    source = PromptSource(
-        read_prompts(Path(data.train), **fields), seed=config.seed, shuffle=data.shuffle, epochs=data.epochs
-    )
-    heldout = read_heldout(config)
+    source, bad_lines = read_train(config)
+    heldout, bad_heldout = read_sets(config)
+    bad_lines += bad_heldout
     with RunLogWriter(run_dir.run_log, attributes=facts(config, run_dir, world), tokens=config.log.tokens) as run_log:
         run_log.ranks(rank_rows(hellos))
         claim = held_by(run_dir.root, run_dir.attempt)
@@ -175,8 +176,10 @@ def control(config: Config, world: World, run_dir: RunDir, progress: Any) -> str
 
         saver = Saver(config, world, checkpoints, event, trusted, is_ours)
         controller = Controller(config, world, clock, run_log, source, heldout, progress, saver, saved)
-        for note in resuming.get("notes", ()):
-            controller.event("note", note)
+        for kind, notes in (("note", resuming.get("notes", ())), ("bad_line", bad_lines)):
+            for note in notes:
+                controller.event(kind, note)
+        progress.left_out(len(bad_lines))
         return to_the_end(controller.run, event, hellos, config)
 
 
@@ -185,17 +188,20 @@ def control_evaluation(config: Config, world: World, run_dir: RunDir, progress: 
     from areal_hpc.answers import AnswerFile
     from areal_hpc.bookkeeping import rank_rows
     from areal_hpc.evaluator import Evaluator
-    from areal_hpc.heldout import read_heldout, settings_of
+    from areal_hpc.heldout import read_sets, settings_of
     from areal_hpc.runlog_writer import RunLogWriter
 
     clock, hellos = welcome_all(world, config)
-    heldout = read_heldout(config)
+    heldout, bad_lines = read_sets(config)
     with (
-        AnswerFile(run_dir.root, settings_of(config)) as record,
+        AnswerFile(run_dir.root, settings_of(config, heldout)) as record,
         RunLogWriter(run_dir.run_log, attributes=facts(config, run_dir, world)) as run_log,
     ):
         run_log.ranks(rank_rows(hellos))
         evaluator = Evaluator(config, world, clock, run_log, heldout, progress, record)
+        for note in bad_lines:
+            evaluator.event("bad_line", note)
+        progress.left_out(len(bad_lines))
         return to_the_end(lambda: evaluator.run(run_dir), evaluator.event, hellos, config)
 
 
@@ -257,16 +263,16 @@ def say_farewell(world: World, stop: Stop, timeout_s: float) -> list[int]:
     return sorted(silent)
 
 
-# ------------------------------------------------------------------------------------------ trainer and rollout
+# ------------------------------------------------------------------------------------------------- other ranks
 def run_other(config: Config, world: World, run_dir: RunDir) -> tuple[int, bool]:
-    """A trainer or rollout rank. It passes signals on to the controller, who decides. Ctrl-C is for the controller."""
+    """Any other rank. It passes signals on to the controller, who decides. Ctrl-C is for the controller."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signals.catch(signal.SIGTERM, signals.SAVE_AND_REQUEUE)
     code, healthy = Exit.DONE, False
     try:
         clock, welcome = join(world, config)
-        run = run_trainer if role_of(world.rank, config) == "trainer" else run_rollout
-        healthy = run(config, world, clock, welcome, run_dir)
+        runs = {"trainer": run_trainer, "rollout": run_rollout, "reward": run_reward}
+        healthy = runs[role_of(world.rank, config)](config, world, clock, welcome, run_dir)
     except Exception as error:
         log.exception("this rank failed")
         failure = as_run_error(error)
@@ -307,6 +313,13 @@ def run_rollout(config: Config, world: World, clock: RunClock, welcome: Welcome,
 
     with rollout_compute(config, world, welcome) as compute:
         return Rollout(config, world, clock, compute).run()
+
+
+def run_reward(config: Config, world: World, clock: RunClock, welcome: Welcome, run_dir: RunDir) -> bool:
+    from areal_hpc.reward_rank import RewardRank
+
+    with reward_compute(config) as rewards:
+        return RewardRank(config, world, clock, rewards).run()
 
 
 def leave(code: int, healthy: bool) -> NoReturn:

@@ -33,6 +33,7 @@ from areal_hpc.messages import (
     RestoreGroups,
     Samples,
     SaveGroups,
+    Scored,
     ShipSamples,
     Stop,
     Trained,
@@ -41,6 +42,7 @@ from areal_hpc.messages import (
 from areal_hpc.preflight import CONTROLLER, RunClock, unusable
 from areal_hpc.reporting import Reporter
 from areal_hpc.rewards.backlog import Backlog
+from areal_hpc.rewards.remote import RemoteRewards
 from areal_hpc.rollout_state import Group, SavedGroup, snapshot
 from areal_hpc.seeds import sample_seed
 from areal_hpc.shipment import join
@@ -223,6 +225,8 @@ class Rollout:
                 self.save(step, Path(path))
             case RestoreGroups(path):
                 self.restore(Path(path), arrays["group_id"].tolist())
+            case Scored() as scored if isinstance(self.rewards, RemoteRewards):
+                self.rewards.arrived(scored)
             case LoadWeights(version):
                 self.versions_to_load.append(version)
             case Stop(_, healthy):

@@ -118,38 +118,15 @@ def shared_data() -> Path | None:
     return place if place.is_dir() else None
 
 
-def write_problems(model: Path, data: Path, directory: Path, count: int) -> None:
-    """gsm8k.jsonl, mbpp.jsonl (`count` problems each) and trivial.jsonl, as the model's chat template has them."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-
-    def chat(text: str) -> str:
-        said = [{"role": "user", "content": text}]
-        return tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-
-    maths = [
-        {"id": f"gsm8k-{i}", "prompt": chat(line["question"]), "answer": line["answer"].split("####")[1].strip()}
-        for i, line in enumerate(_lines(data / "gsm8k-test.jsonl.gz", count))
-    ]
-    code = [
-        {
-            "id": f"mbpp-{i}",
-            "prompt": chat(f"{line['prompt']}\nYour code should pass this test:\n{line['test_list'][0]}"),
-            "tests": [{"kind": "assert", "code": test} for test in line["test_list"]],
-            "setup": "\n".join(line["test_imports"]),
-            "entry_point": None,
-        }
-        for i, line in enumerate(_lines(data / "mbpp-sanitized-test.jsonl.gz", count))
-    ]
-    trivial = [{"id": "france", "prompt": chat("What is the capital of France?"), "answer": "Paris"}]
-    for name, problems in (("gsm8k", maths), ("mbpp", code), ("trivial", trivial)):
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
-
-
-def _lines(path: Path, count: int) -> list[dict]:
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        return [json.loads(line) for line, _ in zip(file, range(count), strict=False)]
+def write_problems(data: Path, directory: Path, count: int) -> None:
+    """gsm8k.jsonl and mbpp.jsonl (the first `count` lines of the public files) and trivial.jsonl."""
+    for name, source in (("gsm8k", "gsm8k-test.jsonl.gz"), ("mbpp", "mbpp-sanitized-test.jsonl.gz")):
+        with gzip.open(data / source, "rt", encoding="utf-8") as lines:
+            (directory / f"{name}.jsonl").write_text(
+                "".join(line for line, _ in zip(lines, range(count), strict=False))
+            )
+    trivial = {"id": "france", "prompt": "What is the capital of France?", "answer": "Paris"}
+    (directory / "trivial.jsonl").write_text(json.dumps(trivial) + "\n")
 
 
 def reward(prompt: str, completion: str, metadata: dict) -> tuple[float, str, str | None]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -67,4 +70,11 @@ def slow_at_first(prompt: str, completion: str, metadata: dict, *, seconds: floa
     if not slept:
         slept.append(seconds)
         time.sleep(seconds)
+    return reward(prompt, completion, metadata)
+
+
+def killed_once(prompt: str, completion: str, metadata: dict, *, mark: str) -> tuple[float, str]:
+    """The same, but the first process that comes here is killed, as by the kernel when memory ends."""
+    with contextlib.suppress(FileExistsError), open(mark, "x"):
+        os.kill(os.getpid(), signal.SIGKILL)
     return reward(prompt, completion, metadata)

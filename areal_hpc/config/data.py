@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from areal_hpc.config.types import Count, Number, Section, Text, Unit
+from areal_hpc.config.sources import ChatConfig, OptionalSources, SourceConfig, Sources
+from areal_hpc.config.types import Count, Number, Section, Text, Unit, Whole
 
 
 class ModelConfig(Section):
@@ -24,10 +25,10 @@ class PrepareConfig(Section):
 
 
 class DataConfig(Section):
-    train: Text
-    """JSONL file of training prompts; each line an object with at least the prompt field."""
-    heldout: Text | tuple[Text, ...] | None = None
-    """JSONL file of prompts for evaluation, or several, each a set of its own; never trained on."""
+    train: Sources
+    """Training prompts: path of a file whose rows have at least the prompt field, or a list of sources with weights."""
+    heldout: OptionalSources = None
+    """Prompts for evaluation, never trained on: a path, or a list of named sets that are measured one by one."""
     prompt_field: Text = "prompt"
     """Key of the prompt text in a line."""
     id_field: Text = "id"
@@ -35,11 +36,28 @@ class DataConfig(Section):
     shuffle: bool = True
     """Draw prompts in an order that depends on the seed and the epoch, instead of file order."""
     epochs: Annotated[Count, Unit("passes over the file")] | None = None
-    """End of the run when the file has been read this often; null: repeat until the last step."""
+    """End of the run when a source is due that has been read this often; null: repeat until the last step."""
+    max_bad_lines: Annotated[Whole, Field(ge=0), Unit("lines of a source")] = 0
+    """Lines that may be unusable: they are logged, counted and left out; one more ends the run."""
+    max_line_bytes: Annotated[Count, Unit("bytes")] = 32 * 1024 * 1024
+    """Longest line of a JSONL file; a longer one is unusable."""
+    chat: ChatConfig = ChatConfig()
+    """How a prompt is put to the model; the reward function sees the prompt without all that."""
 
     @property
-    def heldout_files(self) -> tuple[str, ...]:
-        return (self.heldout,) if isinstance(self.heldout, str) else self.heldout or ()
+    def train_sources(self) -> tuple[SourceConfig, ...]:
+        return _sources(self.train, "train")
+
+    @property
+    def heldout_sources(self) -> tuple[SourceConfig, ...]:
+        return _sources(self.heldout, "heldout")
+
+
+def _sources(value: str | tuple[SourceConfig, ...] | None, name: str) -> tuple[SourceConfig, ...]:
+    """A path alone is one source of the plain layout."""
+    if isinstance(value, str):
+        return (SourceConfig(path=value, name=name),)
+    return value or ()
 
 
 class EvaluationConfig(Section):

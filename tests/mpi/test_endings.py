@@ -162,7 +162,10 @@ def test_a_prompt_that_is_too_long_is_refused_and_replaced(tiny_dir, tmp_path):
     finished = run(config)
     finished.assert_done()
     events = finished.log().events
-    assert "prompt long0 has 16 tokens; 1 to 8 are allowed" in set(events[events.kind == "prompt_refused"].text)
+    refused = events[events.kind == "prompt_refused"].text
+    assert "prompt long0 has 16 tokens; 1 to 8 are allowed" in set(refused)
+    assert finished.summary["prompts_refused"] == len(refused)
+    assert f"{len(refused)} prompts refused (empty or longer than rollout.max_prompt_tokens)" in finished.stdout
 
 
 def rank_command(config: dict) -> list[str]:

@@ -11,7 +11,8 @@ import yaml
 from areal_hpc import evaluate
 from areal_hpc.config.check import ConfigErrors, check_config
 from areal_hpc.exits import RunError
-from areal_hpc.heldout import heldout_files, read_heldout, settings_of
+from areal_hpc.heldout import read_sets
+from areal_hpc.heldout import settings_of as settings_of_sets
 from areal_hpc.jobspec import components_of
 from areal_hpc.launch import command_line
 from areal_hpc.placement import own_gpu
@@ -39,6 +40,10 @@ def options(*argv: str):
     return evaluate._parser().parse_intermixed_args(["m", "--data", "a.jsonl", "--reward", "r.py:reward", *argv])
 
 
+def settings_of(config):
+    return settings_of_sets(config, read_sets(config)[0])
+
+
 def config_of(*argv: str):
     path = evaluate.prepare(options(*argv))
     return check_config(path, options(*argv).overrides).config
@@ -50,16 +55,19 @@ def test_it_writes_an_ordinary_configuration(capsys):
     assert config.is_evaluation and config.world_size == 3 and config.run_dir == "runs/evaluate/m"
     assert (config.seed, config.evaluation.samples, config.rollout.ranks, config.rollout.slots) == (3, 8, 2, 5)
     assert (config.rollout.temperature, config.rollout.max_new_tokens) == (0.6, 64)
-    assert {name: [p.text for p in prompts] for name, prompts in read_heldout(config).items()} == {
-        "a": ["1+1="],
-        "a-2": ["2+2=", "3+3="],
+    sets, bad_lines = read_sets(config)
+    assert {name: [(p.prompt_id, p.text) for p in prompts] for name, prompts in sets.items()} == {
+        "a": [("x", "1+1=")],
+        "a-2": [("x", "2+2="), ("2", "3+3=")],
     }
+    assert bad_lines == []
+    assert config_of("--chat", "none").data.chat.template == "none"
     assert config_of("--temperature", "0").rollout.temperature == 0.0
 
 
 def test_sets_of_one_name_are_numbered():
     config = config_of("--data", "sub/a.jsonl.gz", "--data", "./a.jsonl")
-    assert list(heldout_files(config)) == ["a", "a-2", "a-3"]
+    assert list(read_sets(config)[0]) == ["a", "a-2", "a-3"]
 
 
 def test_a_mistake_is_told_as_one_of_the_command(capsys):
@@ -67,7 +75,9 @@ def test_a_mistake_is_told_as_one_of_the_command(capsys):
         evaluate.prepare(options("--data", "b.jsonl", "rollout.slot=3", "--out", "o"))
     lines = str(caught.value).splitlines()
     assert lines[0] == "areal-hpc evaluate: 2 problems"
-    assert lines[1].startswith("  data.heldout: no such file: b.jsonl") and "rollout.slot: unknown setting" in lines[2]
+    assert (
+        lines[1].startswith("  data.heldout[1]: no such file: b.jsonl") and "rollout.slot: unknown setting" in lines[2]
+    )
     assert evaluate.main(["m", "--data", "a.jsonl"]) == 2
     assert "--reward is missing and no --layout says how answers are judged" in capsys.readouterr().err
 
@@ -94,8 +104,8 @@ def test_the_layout_tells_the_reward_function(layouts, reward):
     assert settings["reward"] == {"function": reward}
     both = [*layouts, layouts[0]][:2]
     assert settings["data"]["heldout"] == [
-        {"path": "a.jsonl", "layout": both[0]},
-        {"path": "b.jsonl", "layout": both[1]},
+        {"name": "a", "path": "a.jsonl", "layout": both[0]},
+        {"name": "b", "path": "b.jsonl", "layout": both[1]},
     ]
 
 

@@ -281,10 +281,10 @@ def test_recipe_of_a_configuration():
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
-        ({"functions": [{"weight": 1}]}, "reward.functions.0.function: is missing"),
-        ({"functions": [{"function": "math:sqrt", "wieght": 1}]}, "reward.functions.0.wieght: unknown setting"),
-        ({"functions": [{"function": "no.such:thing"}]}, "reward.functions.0: no such module: no.such"),
-        ({"functions": [{"function": "math:sqrt", "weight": "much"}]}, "reward.functions: must be a list"),
+        ({"functions": [{"weight": 1}]}, "reward.functions[0].function: is missing"),
+        ({"functions": [{"function": "math:sqrt", "wieght": 1}]}, "reward.functions[0].wieght: unknown setting"),
+        ({"functions": [{"function": "no.such:thing"}]}, "reward.functions[0]: no such module: no.such"),
+        ({"functions": [{"function": "math:sqrt", "weight": "much"}]}, "reward.functions[0].weight: must be a number"),
         ({"kwargs": [1]}, "reward.kwargs: must be a mapping"),
         ({"memory_bytes": 0}, "reward.memory_bytes: must be"),
         (

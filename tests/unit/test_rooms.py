@@ -16,15 +16,15 @@ FLOORS = [
     logcodes logschema activity seeds waiting signals shipment faults compute slurmfacts placement
     jobspec batchscript slurmrules slurmstate estimates""",
     "packing advantages losses models sampling instructions controller_state learner buckets",
-    """comm mpi_start warm_blocks process_group weights runlog runlog_writer datasets rewards rundir
+    """comm mpi_start warm_blocks process_group weights runlog runlog_writer data rewards rundir
     engines
     checkpoint checkpoint_files ownership attempts preflight reporting rollout_state group_files bookkeeping
     answers scorecard heldout evaluation examiner figuresview
     progress simulation backends hetjob desk saver resuming""",
-    "controller evaluator trainer rollout",
+    "controller evaluator trainer rollout reward_rank",
     "rank evaluate attempt launch liveview check export submission sweep cli demo bench doctor",
 ]
-ROLES = {"controller", "evaluator", "trainer", "rollout"}
+ROLES = {"controller", "evaluator", "trainer", "rollout", "reward_rank"}
 ROOMS = {
     "mpi4py": {"comm"},
     "h5py": {"runlog", "runlog_writer"},
@@ -34,12 +34,14 @@ ROOMS = {
     "pydantic": {"config", "sweep.spec", "hetjob"},
     "submitit": {"hetjob"},
     "safetensors": {"checkpoint_files"},
+    "pyarrow": {"data.columnar"},
+    "reasoning_gym": {"data.gym"},
     "rich": {"liveview", "figuresview", "check", "bench.report"},
 }
-NO_TORCH = f"""{FLOORS[0]} packing advantages controller_state comm runlog runlog_writer datasets rewards
+NO_TORCH = f"""{FLOORS[0]} packing advantages controller_state comm runlog runlog_writer data rewards
     answers scorecard heldout evaluation examiner evaluator
-    bookkeeping progress controller preflight reporting rollout_state group_files trainer rollout rank
-    backends simulation sweep checkpoint checkpoint_files ownership attempts""".split()
+    bookkeeping progress controller preflight reporting rollout_state group_files trainer rollout
+    reward_rank rank backends simulation sweep checkpoint checkpoint_files ownership attempts""".split()
 FLOOR_OF = {name: number for number, line in enumerate(FLOORS) for name in line.split()}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
