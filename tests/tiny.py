@@ -62,14 +62,20 @@ def reward_with_answer(prompt: str, completion: str, metadata: dict) -> tuple[fl
     return (*reward(prompt, completion, metadata), more)
 
 
-slept: list[float] = []
-
-
-def slow_at_first(prompt: str, completion: str, metadata: dict, *, seconds: float) -> tuple[float, str]:
-    """The same, but every process takes `seconds` for its first answer."""
-    if not slept:
-        slept.append(seconds)
-        time.sleep(seconds)
+def waits_for_others(prompt: str, completion: str, metadata: dict, *, directory: str, others: int) -> tuple[float, str]:
+    """The same, but the very first answer takes until so many others have been scored."""
+    first, scored = Path(directory) / "first", Path(directory) / "others"
+    try:
+        first.touch(exist_ok=False)
+    except FileExistsError:
+        with scored.open("a") as file:
+            file.write("x")
+    else:
+        deadline_s = time.monotonic() + 90
+        while not scored.exists() or scored.stat().st_size < others:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("the others wait for this one")
+            time.sleep(0.05)
     return reward(prompt, completion, metadata)
 
 

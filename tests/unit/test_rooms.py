@@ -20,7 +20,7 @@ FLOORS = [
     engines
     checkpoint checkpoint_files ownership attempts preflight reporting rollout_state group_files bookkeeping
     answers scorecard heldout evaluation examiner figuresview
-    progress simulation backends hetjob desk saver resuming""",
+    progress simulation backends hetjob desk saver resuming sandbox verifiers""",
     "controller evaluator trainer rollout reward_rank",
     "rank evaluate attempt launch liveview check export submission sweep cli demo bench doctor",
 ]
@@ -37,11 +37,15 @@ ROOMS = {
     "pyarrow": {"data.columnar"},
     "reasoning_gym": {"data.gym"},
     "rich": {"liveview", "figuresview", "check", "bench.report"},
+    "math_verify": {"verifiers.symbolic", "bench.verifier"},
+    "latex2sympy2_extended": {"verifiers.symbolic"},
+    "sympy": {"verifiers.symbolic"},
 }
 NO_TORCH = f"""{FLOORS[0]} packing advantages controller_state comm runlog runlog_writer data rewards
     answers scorecard heldout evaluation examiner evaluator
     bookkeeping progress controller preflight reporting rollout_state group_files trainer rollout
-    reward_rank rank backends simulation sweep checkpoint checkpoint_files ownership attempts""".split()
+    reward_rank rank backends simulation sweep checkpoint checkpoint_files ownership attempts
+    sandbox verifiers""".split()
 FLOOR_OF = {name: number for number, line in enumerate(FLOORS) for name in line.split()}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
