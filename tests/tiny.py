@@ -55,6 +55,13 @@ def reward(prompt: str, completion: str, metadata: dict) -> tuple[float, str]:
     return (5.0, "correct") if 2 * first > len(completion) else (-5.0, "wrong")
 
 
+def reward_with_answer(prompt: str, completion: str, metadata: dict) -> tuple[float, str, str]:
+    """The same, and which half it has more letters of."""
+    first = sum(letter in LETTERS[:4] for letter in completion)
+    more = "first" if 2 * first > len(completion) else "tie" if 2 * first == len(completion) else "second"
+    return (*reward(prompt, completion, metadata), more)
+
+
 def waits_for_others(prompt: str, completion: str, metadata: dict, *, directory: str, others: int) -> tuple[float, str]:
     """The same, but the very first answer takes until so many others have been scored."""
     first, scored = Path(directory) / "first", Path(directory) / "others"
