@@ -74,7 +74,8 @@ class Ready(Message):
 class AdmitGroup(Message):
     """Controller -> rollout: sample `num_samples` answers to one prompt.
 
-    `min_version`: the first token must be sampled by this policy version or a newer one.
+    `min_version`: the first token must be sampled by this policy version or a newer one. `first_sample`: number of the
+    first of them among all answers to this prompt, where they are asked for in several groups (evaluation).
     """
 
     group_id: int
@@ -84,6 +85,7 @@ class AdmitGroup(Message):
     num_samples: int
     min_version: int
     purpose: Purpose = "train"
+    first_sample: int = 0
 
 
 class Credits(Message):
@@ -97,7 +99,8 @@ class GroupFinished(Message):
 
     Arrays [num_samples], by sample index: reward (NaN without a score), outcome and finish (codes of logschema),
     num_response [tokens], first/last/mean_version of sampled tokens, interruptions, start_s, finish_s, num_turns; and
-    [sum of num_turns], sample after sample: turn_reward, turn_tokens (sampled ones).
+    [sum of num_turns], sample after sample: turn_reward, turn_tokens (sampled ones). `texts` and `answers` (what the
+    reward function read) come along where nothing is trained, by sample index.
     """
 
     ARRAYS: ClassVar[Mapping[str, str]] = {
@@ -118,6 +121,8 @@ class GroupFinished(Message):
     group_id: int
     num_prompt: int
     purpose: Purpose = "train"
+    texts: list[str] = []
+    answers: list[str | None] = []
 
 
 class GroupRefused(Message):

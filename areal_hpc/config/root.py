@@ -93,6 +93,11 @@ class Config(Section):
         return self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
 
     @property
+    def is_evaluation(self) -> bool:
+        """Nothing is trained: held-out prompts are answered with the weights in model.path."""
+        return self.trainer.ranks == 0
+
+    @property
     def is_simulated(self) -> bool:
         """Compute is a timed model; trainer.engine is the same (rules.py)."""
         return self.rollout.engine == "simulated"

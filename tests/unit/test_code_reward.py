@@ -85,6 +85,14 @@ def test_partial_credit_is_the_share_of_passed_tests(code):
     assert reward(code, program, tests[0], tests[2], tests[3], partial=True) == (1.0, "correct")
 
 
+def test_every_assert_counts(code):
+    program = "def f(x):\n    return x"
+    right, wrong = check("assert f(1) == 1"), check("assert f(1) == 2")
+    for tests in ([wrong, right, right], [right, wrong, right], [right, right, wrong], [right, stdin("", "x")]):
+        assert reward(code, program, *tests) == (0.0, "wrong")
+    assert reward(code, program, right, call("f", [1], 1), right) == (1.0, "correct")
+
+
 def test_after_a_test_that_hangs_the_next_ones_still_count(code):
     program = "import time\ndef f(x):\n    time.sleep(100 * (x == 0))\n    return x"
     tests = [check(f"assert f({x}) == {x}") for x in (1, 0, 2)]

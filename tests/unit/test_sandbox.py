@@ -14,8 +14,9 @@ import time
 from pathlib import Path
 
 import pytest
-
 from areal_hpc.reward_worker import RewardError
+
+from areal_hpc.bench import menu
 from areal_hpc.rewards import RewardService
 from areal_hpc.sandbox import isolation, kernel, nursery
 from areal_hpc.sandbox.box import MODES, Ended, Sandbox
@@ -445,3 +446,12 @@ def test_an_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="none of namespaces, bwrap, rlimits"):
         Sandbox("chroot")
     assert set(isolation.FULL) < set(MODES)
+
+
+def test_the_benchmark(capsys, monkeypatch):
+    need("namespaces")
+    monkeypatch.delenv("AREAL_HPC_SANDBOX", raising=False)
+    assert menu.main(["sandbox", "--answers", "4", "--repeats", "1"]) == 0
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (record["bench"], record["isolation"], record["unit"]) == ("sandbox", "namespaces", "answers/s")
+    assert record["ours"] == record["per_s"]["namespaces"] > 0 < record["reference"]
