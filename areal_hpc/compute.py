@@ -87,7 +87,7 @@ class Update(Protocol):
 
 
 class Sender(Protocol):
-    """The root of the weight broadcast."""
+    """The root of the weight broadcast. Ranks are those of its groups."""
 
     @property
     def last(self) -> Update | None:
@@ -95,6 +95,12 @@ class Sender(Protocol):
 
     def publish(self, version: int, tensors: Mapping[str, Any]) -> object:
         """Snapshot the weights and start to broadcast them; the caller may change them on return."""
+
+    def hold(self, version: int, tensors: Mapping[str, Any]) -> None:
+        """Snapshot the weights; they leave after the next `regroup`."""
+
+    def regroup(self, members: Sequence[int], generation: int) -> None:
+        """Give up what is under way, build a group of these ranks, and broadcast the newest snapshot to it."""
 
     def poll(self) -> bool:
         """True when no update is under way; never blocks."""
@@ -140,6 +146,9 @@ class Receiver(Protocol):
 
     def begin(self, version: int) -> None:
         """Start to receive; one version at a time."""
+
+    def regroup(self, members: Sequence[int], generation: int) -> None:
+        """Give up what is under way, build a group of these ranks, and receive what its sender sends first."""
 
     def poll(self) -> Arrived | None:
         """The set once it is complete; never blocks."""

@@ -6,7 +6,9 @@ controller.py does it. The unit of counting is the prompt group. A group is
     running -> ready -> taken -> consumed
          \\-> left (filtered, refused, unscored)    taken -> left (its batch was skipped)
 
-A group of an earlier attempt waits in the backlog until a rollout rank has room for it, and is running then.
+A group of an earlier attempt waits in the backlog until a rollout rank has room for it, and is running then. So does
+one whose rollout rank was lost before its samples had reached the trainers: under the same id, so that it stays in the
+count and its samples have the same random streams, it is generated anew elsewhere.
 Groups that left are out of the staleness count, so a replacement is admitted at once under a new id.
 With `validate=True` every event is followed by a check of all invariants.
 """
@@ -19,99 +21,26 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from areal_hpc.config import Config
+from areal_hpc.instructions import (
+    Admit,
+    Announce,
+    BatchTrained,
+    Compose,
+    CreditsGranted,
+    Event,
+    Finish,
+    GroupDone,
+    GroupRefusedByRank,
+    Instruction,
+    Leave,
+    RankLost,
+    Readmit,
+    Recall,
+    Restore,
+    SamplesHere,
+    Start,
+)
 from areal_hpc.staleness import counted_at_resume, may_admit
-
-
-# ------------------------------------------------------------------------------------------------------ events
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Rollout ranks hold the weights of the first version; admission may begin."""
-
-
-@dataclass(frozen=True, slots=True)
-class CreditsGranted:
-    """A rollout rank can take `num_samples` more samples."""
-
-    rank: int
-    num_samples: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupDone:
-    """A group is generated and scored: `usable` samples have a reward, `correct` of them are right."""
-
-    group_id: int
-    usable: int
-    correct: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRefusedByRank:
-    """A rollout rank cannot generate from this prompt."""
-
-    group_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class BatchTrained:
-    """Trainers are through with the oldest taken batch; `skipped`: nothing was updated."""
-
-    skipped: bool
-
-
-Event = Start | CreditsGranted | GroupDone | GroupRefusedByRank | BatchTrained
-
-
-# ------------------------------------------------------------------------------------------------ instructions
-@dataclass(frozen=True, slots=True)
-class Admit:
-    """Send the next prompt to `rank` as group `group_id`."""
-
-    group_id: int
-    rank: int
-    min_version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Restore:
-    """Have `rank` go on with group `group_id` of an earlier attempt."""
-
-    group_id: int
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Compose:
-    """Make these groups, in this order, the batch of step `step` and have them shipped to the trainers."""
-
-    step: int
-    group_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """The rollout rank may forget this group; it is not trained on."""
-
-    group_id: int
-    rank: int
-    why: Literal["filtered", "unscored", "refused", "skipped"]
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """Tell the rollout ranks to load policy version `version`."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Nothing more to train on."""
-
-    why: Literal["last step reached", "data set exhausted"]
-
-
-Instruction = Admit | Restore | Compose | Leave | Announce | Finish
 
 
 # ------------------------------------------------------------------------------------------------------- state
@@ -177,9 +106,13 @@ class ControllerState:
         version: newest policy version that rollout ranks have been told to load (i of the rule).
         next_id: the id of the next group; ids count on over all attempts.
         counted: groups in the staleness count (admitted and not left, earlier attempts included).
-        backlog: groups of an earlier attempt that wait for room, oldest first.
-        running, ready: group id -> rollout rank, in admission order.
+        backlog: groups of an earlier attempt, or of a lost rank, that wait for room, oldest first.
+        anew: those of the backlog whose samples are lost.
+        running, ready: group id -> rollout rank.
         taken: batches handed to the trainers, oldest first.
+        complete: steps of taken batches whose samples are with the trainers.
+        lost: ranks that are gone.
+        num_lost: groups that had to be generated anew for it.
     """
 
     rules: Rules
@@ -194,15 +127,19 @@ class ControllerState:
     prompts_used: int = 0
     credits: Credits = field(default_factory=Credits)
     backlog: deque[int] = field(default_factory=deque)
+    anew: set[int] = field(default_factory=set)
     running: dict[int, int] = field(default_factory=dict)
     ready: dict[int, int] = field(default_factory=dict)
     taken: list[dict[int, int]] = field(default_factory=list)
+    complete: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
+    num_lost: int = 0
     left: Counter[str] = field(default_factory=Counter)
 
     def snapshot(self) -> dict[str, Any]:
         """What an attempt needs to go on after the last trained step; batches in training are groups like others."""
         return {
-            "step": self.composed - len(self.taken),
+            "step": self.trained_step,
             "version": self.version,
             "next_id": self.next_id,
             "prompts_used": self.prompts_used,
@@ -241,6 +178,10 @@ class ControllerState:
                 self._leave(group_id, self.running.pop(group_id), "refused", out)
             case BatchTrained(skipped):
                 self._batch_trained(skipped, out)
+            case SamplesHere(step):
+                self.complete.add(step)
+            case RankLost(rank):
+                self._rank_lost(rank, out)
         if self.started and not self.finished:
             self._compose(out)
             self._restore(out)
@@ -273,6 +214,7 @@ class ControllerState:
 
     def _batch_trained(self, skipped: bool, out: list[Instruction]) -> None:
         batch = self.taken.pop(0)
+        self.complete.discard(self.trained_step)
         if skipped:
             # The version stands still, so these groups must leave the count or eta = 0 would wait for ever.
             for group_id, rank in batch.items():
@@ -281,6 +223,31 @@ class ControllerState:
         self.consumed_batches += 1
         self.version += 1
         out.append(Announce(self.version))
+
+    def _rank_lost(self, rank: int, out: list[Instruction]) -> None:
+        self.lost.add(rank)
+        self.credits.free.pop(rank, None)
+        first = self.trained_step + 1
+        for step, batch in enumerate(self.taken, first):
+            if rank in batch.values() and step not in self.complete:
+                self._recall(step, out)
+                break
+        anew = [g for groups in (self.running, self.ready) for g, owner in groups.items() if owner == rank]
+        self.running = {g: owner for g, owner in self.running.items() if owner != rank}
+        self.ready = {g: owner for g, owner in self.ready.items() if owner != rank}
+        self.anew.update(anew)
+        self.num_lost += len(anew)
+        self.backlog = deque(sorted([*self.backlog, *anew]))
+
+    def _recall(self, step: int, out: list[Instruction]) -> None:
+        """Later batches come back, too: steps are trained in order."""
+        num_kept = step - 1 - self.trained_step
+        for batch in self.taken[num_kept:]:
+            self.ready |= batch
+        del self.taken[num_kept:]
+        self.composed = step - 1
+        self.complete = {other for other in self.complete if other < step}
+        out.append(Recall(step))
 
     # ------------------------------------------------------------------------------------------- what follows
     def _next_batch(self) -> list[int] | None:
@@ -315,7 +282,11 @@ class ControllerState:
                 return
             group_id = self.backlog.popleft()
             self.running[group_id] = rank
-            out.append(Restore(group_id, rank))
+            if group_id in self.anew:
+                self.anew.discard(group_id)
+                out.append(Readmit(group_id, rank, self.version))
+            else:
+                out.append(Restore(group_id, rank))
 
     def _may_admit(self) -> bool:
         rules = self.rules
@@ -348,6 +319,11 @@ class ControllerState:
             out.append(Finish("data set exhausted"))
 
     # -------------------------------------------------------------------------------------------- for people
+    @property
+    def trained_step(self) -> int:
+        """The newest step that is through, skipped or not."""
+        return self.composed - len(self.taken)
+
     def outstanding(self) -> dict[int, int]:
         """Group id -> rollout rank of everything that a rollout rank holds: not consumed and not left."""
         groups = self.running | self.ready
@@ -359,7 +335,7 @@ class ControllerState:
         """One line that explains why no step is being trained, for deadlines and status."""
         rules = self.rules
         left = ", ".join(f"{n} {why}" for why, n in sorted(self.left.items())) or "none left the count"
-        waiting = f"{len(self.backlog)} of an earlier attempt waiting, " if self.backlog else ""
+        waiting = f"{len(self.backlog)} of an earlier attempt or a lost rank waiting, " if self.backlog else ""
         return (
             f"version {self.version}: {len(self.ready)} of {rules.batch_size} groups ready, "
             f"{len(self.running)} running, {waiting}{len(self.taken)} batches with the trainers, {left}"
@@ -381,5 +357,9 @@ class ControllerState:
         assert len(self.taken) <= rules.max_batches_taken
         if rules.max_running_groups is not None:
             assert len(self.running) <= rules.max_running_groups, "more groups running than allowed"
+        incomplete = [b for step, b in enumerate(self.taken, self.trained_step + 1) if step not in self.complete]
+        held = [rank for groups in (self.running, self.ready, *incomplete) for rank in groups.values()]
+        assert not self.lost & {*held, *self.credits.free}, "something is waited for from a lost rank"
+        assert self.anew <= set(self.backlog), "a group is generated anew twice"
         if rules.order == "strict" and taken and (older := [*self.running, *self.backlog]):
             assert max(taken) < min(older), "strict order: a group was overtaken"

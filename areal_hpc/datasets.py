@@ -102,6 +102,7 @@ class PromptSource:
         self._seed = seed
         self._shuffle = shuffle
         self._epochs = epochs
+        self._by_id: dict[str, Prompt] | None = None
         self.num_total: int | None = None if epochs is None else epochs * len(prompts)
         self.seek((0, 0))
 
@@ -121,6 +122,12 @@ class PromptSource:
             )
         self._epoch, self._index = epoch, index
         self._order = self._order_of(epoch)
+
+    def named(self, prompt_id: str) -> Prompt:
+        """The prompt with this id; KeyError if there is none."""
+        if self._by_id is None:
+            self._by_id = {prompt.prompt_id: prompt for prompt in self._prompts}
+        return self._by_id[prompt_id]
 
     def next(self) -> Prompt | None:
         """The next prompt, or None when all epochs are over."""

@@ -29,6 +29,21 @@ class Evaluation:
         self.pending = deque((-1 - i, prompts[i // samples]) for i in range(total))
         self.missing = {-1 - i for i in range(total)}
         self.answers: dict[int, dict[str, NDArray]] = {}
+        self.rank_of: dict[int, int] = {}
+
+    def take(self, rank: int) -> tuple[int, Prompt]:
+        """The next answer to ask for, and note whom."""
+        group_id, prompt = self.pending.popleft()
+        self.rank_of[group_id] = rank
+        return group_id, prompt
+
+    def lose(self, rank: int) -> int:
+        """This rank is lost: what it still owes has to come from others. Returns how many answers that are."""
+        owed = sorted((g for g in self.missing if self.rank_of.get(g) == rank), reverse=True)
+        for group_id in owed:
+            del self.rank_of[group_id]
+        self.pending.extend((group_id, self.prompts[(-1 - group_id) // self.samples]) for group_id in owed)
+        return len(owed)
 
     @property
     def is_complete(self) -> bool:

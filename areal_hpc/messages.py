@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+from areal_hpc import survival_messages
 from areal_hpc.codec import Message
 
 Purpose = Literal["train", "evaluate"]
@@ -37,12 +38,16 @@ class Welcome(Message):
     """Controller -> every rank: all ranks agree, go on.
 
     `single_host`: the whole run is on one machine. `resume`: directory of the checkpoint that the run goes on from,
-    "" for a new one; `version`: its policy version.
+    "" for a new one; `version`: its policy version. `lifeline_port`: 0 for none; see
+    lifelines.py.
     """
 
     single_host: bool = False
     resume: str = ""
     version: int = 0
+    host: str = ""
+    lifeline_port: int = 0
+    lifeline_token: str = ""
 
 
 class ClockPing(Message):
@@ -165,7 +170,8 @@ class TrainBatch(Message):
     Arrays [n] describe the samples of the WHOLE batch, of all trainer ranks: group_id, sample, reward, num_response.
     `micro_batches[minibatch]` lists this rank's micro-batches as lists of indices into those arrays; their number is
     the same on every rank. `minibatch_tokens[minibatch]` counts response tokens over all ranks: the denominator.
-    `save_to`: directory of a checkpoint; the first trainer writes its state into it after this step.
+    `save_to`: directory of a checkpoint; the first trainer writes its state into it after this step. `edition`: how
+    often batches were recalled before this one was composed.
     """
 
     ARRAYS: ClassVar[Mapping[str, str]] = {
@@ -178,6 +184,20 @@ class TrainBatch(Message):
     micro_batches: list[list[list[int]]]
     minibatch_tokens: list[int]
     save_to: str = ""
+    edition: int = 0
+
+
+class SamplesArrived(Message):
+    """Trainer -> controller: all samples that this rank needs for this step are here."""
+
+    step: int
+    edition: int
+
+
+class BeginStep(Message):
+    """Controller -> every trainer: the samples of this step are with all of you; from now on it is never recalled."""
+
+    step: int
 
 
 class StepFinished(Message):
@@ -329,9 +349,13 @@ class RankFailed(Message):
 
 
 class Stop(Message):
-    """Controller -> every rank: finish now; nothing more is expected from you but Farewell."""
+    """Controller -> every rank: finish now; nothing more is expected from you but Farewell.
+
+    `whole`: nobody is lost, so MPI can be finalized.
+    """
 
     reason: str
+    whole: bool = True
 
 
 class Farewell(Message):
@@ -340,6 +364,6 @@ class Farewell(Message):
 
 MESSAGE_TYPES: tuple[type[Message], ...] = tuple(
     value
-    for value in list(globals().values())
+    for value in [*globals().values(), *vars(survival_messages).values()]
     if isinstance(value, type) and issubclass(value, Message) and value is not Message
 )

@@ -109,6 +109,12 @@ class Progress:
             f"({evaluation.num_scored} answers, mean length {evaluation.mean_response:.0f}{unscored})"
         )
 
+    def lost(self, rank: int, host: str, text: str) -> None:
+        """The run goes on without a rank; said at once, and kept in status.json."""
+        self.status["lost_ranks"] = self.status.get("lost_ranks", {}) | {str(rank): {"host": host, "what": text}}
+        self.write()
+        self.say(f"areal-hpc: {text}")
+
     def ended(self, state: str, why: str, exit_code: int) -> None:
         """The last word: after a healthy end into summary.json, then into status.json, and into a job's output."""
         self.status |= {"state": state, "why_ended": why, "exit_code": exit_code}

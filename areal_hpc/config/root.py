@@ -16,7 +16,7 @@ from pydantic import Field
 from areal_hpc.config.data import DataConfig, EvaluationConfig, ModelConfig, PrepareConfig, RewardConfig
 from areal_hpc.config.job import SlurmConfig
 from areal_hpc.config.rollout import FilterConfig, RolloutConfig, StalenessConfig
-from areal_hpc.config.running import CheckpointConfig, DeadlinesConfig, LogConfig, WeightsConfig
+from areal_hpc.config.running import CheckpointConfig, DeadlinesConfig, LogConfig, SurviveConfig, WeightsConfig
 from areal_hpc.config.simulation import SimulationConfig
 from areal_hpc.config.trainer import TrainerConfig
 from areal_hpc.config.types import Count, Section, Text, Unit, Whole
@@ -59,6 +59,8 @@ class Config(Section):
     """What the HDF5 log keeps."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What survives the end of a job."""
+    survive: SurviveConfig = SurviveConfig()
+    """What a run goes on without."""
     deadlines: DeadlinesConfig = DeadlinesConfig()
     """How long anything may take."""
     simulation: SimulationConfig = SimulationConfig()

@@ -12,16 +12,16 @@ PACKAGE = Path(__file__).parents[2] / "areal_hpc"
 # One line per floor, lowest first; a folder stands for all of its files. A file imports from lower floors, or from
 # its own, but roles never from each other.
 FLOORS = [
-    """__init__ exits config trajectory codec messages staleness
+    """__init__ exits config trajectory codec messages survival_messages staleness
     logschema activity seeds waiting signals shipment faults compute slurmfacts placement
     jobspec batchscript slurmrules slurmstate""",
-    "packing advantages losses models sampling controller_state learner buckets",
-    """comm mpi_start warm_blocks process_group weights runlog runlog_writer datasets reward_worker rewards rundir
+    "packing advantages losses models sampling instructions controller_state learner buckets",
+    """comm parcels lifelines mpi_start warm_blocks process_group weights runlog runlog_writer datasets reward_worker rewards rundir
     engines
     checkpoint checkpoint_files ownership attempts preflight reporting rollout_state group_files bookkeeping
-    evaluation progress simulation backends hetjob desk saver resuming""",
+    evaluation progress simulation backends hetjob desk casualties endings saver resuming""",
     "controller trainer rollout",
-    "rank attempt launch liveview check submission sweep cli demo bench doctor",
+    "rank attempt verdict launch liveview check submission sweep cli demo bench doctor",
 ]
 ROLES = {"controller", "trainer", "rollout"}
 ROOMS = {
