@@ -106,6 +106,7 @@ class Rollout:
         """One token for every running sample."""
         if not self.engine.num_running and not self.engine.num_waiting:
             self.reporter.activity.switch("idle")
+            fault("rollout.idle", self.world.rank)
             return False
         self.reporter.activity.switch("generate")
         fault("rollout.decode", self.world.rank)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import time
+import shutil
 
-import pandas as pd
 import pytest
+import yaml
 
 from areal_hpc import submit
 from areal_hpc.hetjob import RunJob
 from areal_hpc.runlog import RunLog
-from tests.runs import wait_until
-from tests.slurm.test_jobs import HET, simulated
+from tests.runs import tiny_config, wait_until
+from tests.slurm.openmpi_env import openmpi_python
+from tests.slurm.test_jobs import HET, OPEN_MPI_AS_ROOT, simulated
+from tests.slurm.test_survival import assert_whole, start_again_at_once
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(280)]
-STEPS = 30
+STEPS = 20
 LONG = {
     "staleness.order": "strict",
     "steps": STEPS,
@@ -30,7 +32,7 @@ def with_fault(fault: str, slurm: dict = SLURM) -> dict:
     return slurm | {"setup": [f"export AREAL_HPC_FAULT={fault}"]}
 
 
-def assert_went_on(job: RunJob, lost: set[int], steps: int = STEPS, eta: int = 4) -> RunLog:
+def assert_went_on(job: RunJob, lost: set[int], steps: int = STEPS, batch: int = 16, eta: int = 4) -> RunLog:
     """Completed in one attempt without these ranks, every step trained, no prompt lost or twice, none too old."""
     wait_until(lambda: job.done(force_check=True), 150, "the end of the job")
     assert job.state == "COMPLETED", f"{job.component_states}\n{job.stdout()}"
@@ -42,12 +44,12 @@ def assert_went_on(job: RunJob, lost: set[int], steps: int = STEPS, eta: int = 4
     assert set(events["rank"]) == lost and set(job.status["lost_ranks"]) == {str(rank) for rank in lost}
     rows = log.trajectories
     trained = rows[rows.fate == "consumed"]
-    assert len(trained) == steps * 16 * 4 == len(trained.drop_duplicates(["group_id", "sample"]))
+    assert len(trained) == steps * batch * 4 == len(trained.drop_duplicates(["group_id", "sample"]))
     groups = trained.drop_duplicates("group_id")
     assert groups.prompt_id.is_unique  # the data set is longer than the run
     seen = rows.drop_duplicates("group_id").group_id
     missing = set(range(int(groups.group_id.max()) + 1)) - set(seen)
-    assert len(missing) <= (eta + 1) * 16  # at most what was running in the end
+    assert len(missing) <= (eta + 1) * batch  # at most what was running in the end
     assert trained.head_lag.max() <= eta
     return log
 
@@ -58,5 +60,57 @@ def test_a_killed_rollout_rank(place, cluster):
     log = assert_went_on(job, {3})
     text = log.events[log.events.kind == "rank_lost"].text.iloc[0]
     assert "died without a word" in text and "groups are generated anew elsewhere" in text
-    after = log.trajectories[log.trajectories.consumed_step > 25]
+    after = log.trajectories[log.trajectories.consumed_step > STEPS - 3]
     assert set(after.rollout_rank) == {2, 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["idle*5", "decode*40", "ship*2", "receive*4", "swap*4"])
+def test_every_moment(place, cluster, tiny_dir, moment):
+    """Real weights over Gloo: idle, in mid-generation, in mid-send, in a weight update, and right after one."""
+    shutil.copytree(tiny_dir, place / "tiny")
+    point, _, count = moment.partition("*")
+    config = tiny_config(
+        place / "tiny",
+        place / "run",
+        steps=12,
+        rollout={"ranks": 3},
+        staleness={"order": "strict", "max_staleness": 1 if point == "idle" else 4},
+        checkpoint={"every_s": 1.0},
+        slurm=with_fault(f"kill@rollout.{point}#3*{count}"),
+    )
+    (place / "config.yaml").write_text(yaml.safe_dump(config))
+    job = submit(place / "config.yaml")
+    assert_went_on(job, {3}, steps=12, batch=4)
+
+
+@pytest.mark.slow
+def test_a_lost_host_of_one_allocation(place, cluster):
+    """Power loss under a rollout rank: its silence tells, Slurm shrinks the job, and the job ends COMPLETED."""
+    slurm = {"shape": "steps", "mpi": "pmi2", "minutes": 5, "rollout": {"nodes": 3}}
+    path = simulated(place, slurm=slurm, rollout=TWO_HOSTS, deadlines={"heartbeat_s": 8.0})
+    job = submit(path, LONG | {"steps": 60})
+    wait_until(lambda: job.status.get("version", 0) >= 5, 60, "the fifth step")
+    victim = RunLog(job.run_dir).ranks.set_index("rank").loc[4].host
+    cluster.kill(victim)
+    try:
+        log = assert_went_on(job, {4}, steps=60)
+    finally:
+        cluster.heal(victim)
+    text = log.events[log.events.kind == "rank_lost"].text.iloc[0]
+    assert f"on {victim} is lost: it has not been heard for" in text
+    assert job.component_states == {"": "COMPLETED"}
+
+
+@pytest.mark.slow
+def test_over_pmix_the_whole_step_ends_and_is_requeued(place, cluster):
+    """PMIx takes the neighbours of a dead rank down, so nobody tries: within 30 s the job is back in the queue."""
+    slurm = SLURM | {"mpi": "pmix", "python": str(openmpi_python())}
+    path = simulated(place, slurm=slurm | {"setup": OPEN_MPI_AS_ROOT}, rollout=TWO_HOSTS)
+    job = submit(path, LONG | {"steps": 60})
+    wait_until(lambda: job.status.get("version", 0) >= 5, 60, "the fifth step")
+    row = RunLog(job.run_dir).ranks.set_index("rank").loc[3]
+    cluster.on(row.host, ["kill", "-9", row.pid])
+    wait_until(lambda: set(cluster.states(job.job_id).values()) == {"PENDING"}, 30, "the requeue")
+    start_again_at_once(cluster, job)
+    assert_whole(job, 60, 2)
