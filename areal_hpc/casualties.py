@@ -61,6 +61,7 @@ class Casualties(Desk):
         self.generation = 0
         self.torn_s: float | None = None
         self.num_futile = 0
+        self.mended_version = -1
         self.looked_s = self.pulsed_s = -math.inf
 
     def handle_event(self, event: Event) -> None:
@@ -73,8 +74,11 @@ class Casualties(Desk):
         if now_s - self.looked_s < LOOK_S:
             return
         self.looked_s = now_s
-        for rank, why in list(self.silent_ranks(now_s)):
+        missing = dict(self.silent_ranks(now_s))
+        for rank, why in missing.items():
             self.lose(rank, why)
+        if missing:
+            self.regroup()
         if self.may_lose:
             self.dismiss_late_ones()
             self.mend_weights(now_s)
@@ -130,7 +134,6 @@ class Casualties(Desk):
         self.event("rank_lost", text, rank)
         self.flush()
         self.progress.lost(rank, host, text)
-        self.regroup()
 
     def dismiss_late_ones(self) -> None:
         """A rank that was taken for lost and has sent something since lives: tell it to leave."""
@@ -186,7 +189,8 @@ class Casualties(Desk):
         """Nobody is lost, and yet the group is torn: the same ranks try again, a few times."""
         if self.torn_s is None or now_s - self.torn_s < SUSPECT_S + 2 * LOOK_S:
             return
-        self.num_futile += 1
+        self.num_futile = 1 if self.version_everywhere > self.mended_version else self.num_futile + 1
+        self.mended_version = self.version_everywhere
         if self.num_futile > MAX_FUTILE:
             raise RunError(
                 Exit.DEADLINE, f"the weights group broke {self.num_futile} times in a row, and nobody is lost"

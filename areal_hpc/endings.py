@@ -28,8 +28,8 @@ class Endings(Casualties):
         rank_of = self.state.outstanding()
         held = {group_id: rank for group_id, rank in rank_of.items() if rank not in self.lost}
         groups = [(g, self.groups[g].prompt_id, groups_file(rank)) for g, rank in held.items()]
-        lost = sorted(self.state.anew | (rank_of.keys() - held.keys()))
-        anew = [self.admission(group_id, self.state.version) for group_id in lost]
+        lost = self.state.anew | (rank_of.keys() - held.keys())
+        anew = [self.admission(group_id, self.state.version) for group_id in sorted(lost)]
         waiting = [(g, *self.saved.group(g)) for g in self.state.backlog if g not in lost] if self.saved else []
         cursor = list(self.source.cursor)
         facts = {name: state[name] for name in ("step", "version")} | {"config": self.config.model_dump(mode="json")}

@@ -138,7 +138,7 @@ def run_job(config: Config, path: str, overrides: Sequence[str], python: str, ti
     begin = shlex.join(["-m", "areal_hpc.attempt", path, *overrides])
     rank = '"$PYTHON" -m areal_hpc.rank "$ATTEMPT_DIR" --component'
     components = components_of(config)
-    survive = slurm.mpi == "pmi2" and config.survive.lost_rollouts > 0
+    survive = slurm.mpi == "pmi2" and config.num_expendable > 0
     return JobSpec(
         name=config.name,
         folder=folder,

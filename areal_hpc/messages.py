@@ -195,7 +195,7 @@ class SamplesArrived(Message):
 
 
 class BeginStep(Message):
-    """Controller -> every trainer: the samples of this step are with all of you; from now on it is never recalled."""
+    """Controller -> every trainer: all of you have your samples of this step; train it when its turn has come."""
 
     step: int
 

@@ -56,10 +56,7 @@ def rollout_ranks(config: Config) -> list[int]:
 
 def num_expendable(config: Config) -> int:
     """How many rollout ranks this attempt may lose and go on; 0 where MPI ends them all."""
-    if not os.environ.get(SURVIVE):
-        return 0
-    ranks = config.rollout.ranks
-    return min(int(config.survive.lost_rollouts * ranks), ranks - 1)
+    return config.num_expendable if os.environ.get(SURVIVE) else 0
 
 
 def check_pulse(world: World, config: Config, pulse_s: float) -> None:

@@ -137,7 +137,7 @@ def run_controller(config: Config, world: World, run_dir: RunDir) -> int:
     if silent:
         log.error("no farewell from ranks %s: aborting", silent)
         world.abort(int(code) or int(Exit.DEADLINE))
-    if world.lost:
+    if world.lost.keys() - world.trouble.keys():
         world.abort(int(code))  # a lost rank that lives would hold the job; end.json says how the run ended
     world.close(config.deadlines.exit_s / 2, int(code))
     return int(code)

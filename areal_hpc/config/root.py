@@ -74,6 +74,11 @@ class Config(Section):
         return 1 + self.trainer.ranks + self.rollout.ranks
 
     @property
+    def num_expendable(self) -> int:
+        """How many rollout ranks may be lost, where MPI lets the others live."""
+        return min(int(self.survive.lost_rollouts * self.rollout.ranks), self.rollout.ranks - 1)
+
+    @property
     def max_sequence_tokens(self) -> int:
         return self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
 

@@ -8,9 +8,12 @@ import pytest
 import yaml
 
 from areal_hpc import submit
+from areal_hpc.exits import Exit
 from areal_hpc.hetjob import RunJob
+from areal_hpc.rundir import read_json
 from areal_hpc.runlog import RunLog
 from tests.runs import tiny_config, wait_until
+from tests.slurm.client import Cluster
 from tests.slurm.openmpi_env import openmpi_python
 from tests.slurm.test_jobs import HET, OPEN_MPI_AS_ROOT, simulated
 from tests.slurm.test_survival import assert_whole, start_again_at_once
@@ -112,5 +115,52 @@ def test_over_pmix_the_whole_step_ends_and_is_requeued(place, cluster):
     row = RunLog(job.run_dir).ranks.set_index("rank").loc[3]
     cluster.on(row.host, ["kill", "-9", row.pid])
     wait_until(lambda: set(cluster.states(job.job_id).values()) == {"PENDING"}, 30, "the requeue")
+    start_again_at_once(cluster, job)
+    assert_whole(job, 60, 2)
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_that_wakes_up_leaves(place, cluster):
+    """SIGSTOP: silent for too long, so it is lost. Later it goes on: what it sends is ignored, and it is told to go."""
+    slurm = with_fault("stop@rollout.decode#3*300")
+    path = simulated(place, slurm=slurm, rollout=TWO_HOSTS, deadlines={"heartbeat_s": 8.0})
+    job = submit(path, LONG | {"steps": 100})
+    wait_until(lambda: job.status.get("lost_ranks"), 90, "the loss to be noticed")
+    row = RunLog(job.run_dir).ranks.set_index("rank").loc[3]
+    cluster.on(row.host, ["kill", "-CONT", row.pid])
+    wait_until(lambda: not alive(cluster, row.host, row.pid), 30, "the rank to leave")
+    log = assert_went_on(job, {3}, steps=100)
+    assert (log.events.kind == "rank_dismissed").sum() == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_stays_stopped_does_not_hold_the_job(place, cluster):
+    slurm = with_fault("stop@rollout.decode#3*300")
+    path = simulated(place, slurm=slurm, rollout=TWO_HOSTS, deadlines={"heartbeat_s": 8.0})
+    job = submit(path, LONG)
+    wait_until(lambda: job.status.get("lost_ranks"), 90, "the loss to be noticed")
+    row = RunLog(job.run_dir).ranks.set_index("rank").loc[3]
+    assert_went_on(job, {3})
+    wait_until(lambda: not alive(cluster, row.host, row.pid), 20, "the stopped process to be gone")
+
+
+def alive(cluster: Cluster, host: str, pid: int) -> bool:
+    """A process that has ended but is not collected yet is gone."""
+    state = cluster.on(host, ["ps", "-o", "state=", "-p", pid], check=False).strip()
+    return state not in ("", "Z")
+
+
+@pytest.mark.slow
+def test_more_than_may_be_lost(place, cluster):
+    """Two of three: the second loss ends the attempt, and the job is requeued."""
+    job = submit(simulated(place, slurm=SLURM, rollout=TWO_HOSTS), LONG | {"steps": 60})
+    wait_until(lambda: job.status.get("version", 0) >= 5, 60, "the fifth step")
+    ranks = RunLog(job.run_dir).ranks.set_index("rank")
+    for rank in (2, 4):
+        cluster.on(ranks.loc[rank].host, ["kill", "-9", ranks.loc[rank].pid])
+    wait_until(lambda: set(cluster.states(job.job_id).values()) == {"PENDING"}, 30, "the requeue")
+    end = read_json(job.run_dir / "attempt_1/end.json")
+    assert end["exit_code"] == Exit.DEADLINE
+    assert "died without a word; 1 rollout ranks are lost already, no more may be" in end["why_ended"]
     start_again_at_once(cluster, job)
     assert_whole(job, 60, 2)

@@ -16,8 +16,8 @@ FLOORS = [
     logschema activity seeds waiting signals shipment faults compute slurmfacts placement
     jobspec batchscript slurmrules slurmstate""",
     "packing advantages losses models sampling instructions controller_state learner buckets",
-    """comm parcels lifelines mpi_start warm_blocks process_group weights runlog runlog_writer datasets reward_worker rewards rundir
-    engines
+    """comm parcels lifelines mpi_start warm_blocks process_group weights runlog runlog_writer datasets reward_worker
+    rewards rundir engines
     checkpoint checkpoint_files ownership attempts preflight reporting rollout_state group_files bookkeeping
     evaluation progress simulation backends hetjob desk casualties endings saver resuming""",
     "controller trainer rollout",
