@@ -51,3 +51,12 @@ def test_it_goes_on_when_there_is_room():
     assert evaluation.can_go_on(credits)
     evaluation.pending.clear()
     assert not evaluation.can_go_on(credits)
+
+
+def test_what_a_lost_rank_owes_is_asked_of_others():
+    evaluation = Evaluation(PROMPTS, samples=2, version=7)
+    asked = [evaluation.take(rank)[0] for rank in (5, 6, 5)]
+    evaluation.finished(asked[0], answer(Outcome.CORRECT))
+    assert evaluation.lose(5) == 1  # -3: the answer to -1 is here, -2 is with rank 6
+    assert [(i, p.prompt_id) for i, p in evaluation.pending] == [(-4, "b"), (-3, "b")]
+    assert evaluation.lose(5) == 0
