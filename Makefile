@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 run_dir ?=
 args ?=
 
-.PHONY: run test test-all lint scripts clean
+.PHONY: run test test-all faults lint scripts clean
 
 run: $(VENV)/.installed
 	$(BIN)/areal-hpc run configs/demo.yaml $(if $(run_dir),"run_dir=$(run_dir)") $(args)
@@ -16,6 +16,10 @@ test: $(VENV)/.installed-dev
 
 test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --timeout=1800 $(args)
+
+# Breaks everything there is a promise about, and prints what each fault cost.
+faults: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest --timeout=1800 -m fault $(args)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check areal_hpc analysis tests

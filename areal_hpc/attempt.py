@@ -19,7 +19,7 @@ from pathlib import Path
 
 from areal_hpc.attempts import Begin, may_go_on, write_begin
 from areal_hpc.check import facts
-from areal_hpc.checkpoint import Checkpoints, Found
+from areal_hpc.checkpoint import Checkpoints, Found, preflight_space
 from areal_hpc.config import Config, PrepareConfig
 from areal_hpc.config.check import Checked, check_config
 from areal_hpc.exits import Exit, RunError
@@ -77,14 +77,17 @@ def begin(path: Path, overrides: Sequence[str]) -> Begun:
     if config.checkpoint.resume and (finished := what_is_finished(RunDir(root, number), config)):
         return Begun(checked, RunDir(root, number), finished)
     owner = claim(root, Owner.here(number), lambda other: alive(other, states_of))
+    notes = [owner.note] if owner.note else []
     try:
         found = find_checkpoint(RunDir(root, number), config)
         if "SLURM_JOB_ID" in os.environ:
             refuse_known_bad(checked.config, str(path), overrides)
         run_dir = RunDir.next_attempt(root)
         run_dir.config.write_text(config.to_yaml(), encoding="utf-8")
-        leave_word(run_dir, found, [owner.note] if owner.note else [])
-    except BaseException:
+        leave_word(run_dir, found, notes + about_space(run_dir, config))
+    except BaseException as error:
+        if isinstance(error, RunError):
+            refused(RunDir(root, number), config, error)
         release(owner)
         raise
     return Begun(checked, run_dir)
@@ -117,6 +120,31 @@ def find_checkpoint(run_dir: RunDir, config: Config) -> Found | None:
     if job_id is not None and (reason := may_go_on(run_dir.root, reached, config.checkpoint.max_fruitless, job_id)):
         raise RunError(Exit.FAILED, f"areal-hpc: {reason}")
     return found
+
+
+def about_space(run_dir: RunDir, config: Config) -> list[str]:
+    """A sentence when the checkpoints of the model will hardly fit; groups and other users come on top of it.
+
+    Counted are the weights and AdamW's two moments in 32 bits.
+    """
+    if config.is_simulated:
+        return []
+    model = Path(config.model.path)
+    stored = read_json(model / "config.json")
+    widen = 2 if (stored.get("dtype") or stored.get("torch_dtype")) in ("bfloat16", "float16") else 1
+    num_bytes = 3 * widen * sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    sentence = preflight_space(run_dir.checkpoints, num_bytes, config.checkpoint.keep)
+    return [sentence] if sentence else []
+
+
+def refused(run_dir: RunDir, config: Config, error: RunError) -> None:
+    """Whoever looks at status.json learns that this attempt did not begin, and why; a finished run stays finished."""
+    before = read_json(run_dir.status)
+    if before.get("state") == "done":
+        return
+    ended = {"name": config.name, "state": "failed", "why_ended": error.reason, "exit_code": int(error.code)}
+    where = {"host": socket.gethostname(), "job_id": os.environ.get("SLURM_JOB_ID"), "pid": os.getpid()}
+    write_json(run_dir.status, before | ended | where)
 
 
 def leave_word(run_dir: RunDir, found: Found | None, notes: list[str]) -> None:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from areal_hpc.comm import World
-from areal_hpc.compute import RolloutCompute, TrainerCompute
+from areal_hpc.compute import Rewards, RolloutCompute, TrainerCompute
 from areal_hpc.config import Config
 from areal_hpc.messages import StoreAddress, Welcome
-from areal_hpc.preflight import expect, trainer_ranks
+from areal_hpc.preflight import expect, reward_ranks, rollout_ranks, trainer_ranks
 
 if TYPE_CHECKING:
     from areal_hpc.process_group import ProcessGroups
@@ -29,13 +29,41 @@ def trainer_compute(config: Config, world: World, welcome: Welcome) -> AbstractC
     return _trainer(config, world, welcome)
 
 
-def rollout_compute(config: Config, world: World, welcome: Welcome) -> AbstractContextManager[RolloutCompute]:
+@contextmanager
+def rollout_compute(config: Config, world: World, welcome: Welcome) -> Iterator[RolloutCompute]:
     """What computes for this rollout rank; all trainer and rollout ranks enter at the same time."""
     if config.is_simulated:
         from areal_hpc.simulation.backend import simulated_rollout
 
-        return simulated_rollout(config)
-    return _rollout(config, world, welcome)
+        with _rewards(config, world) as rewards, simulated_rollout(config, rewards) as compute:
+            yield compute
+    else:
+        with _rollout(config, world, welcome) as compute:
+            yield compute
+
+
+@contextmanager
+def reward_compute(config: Config) -> Iterator[Rewards]:
+    """What scores answers in or for the calling rank."""
+    if config.is_simulated:
+        from areal_hpc.simulation.backend import simulated_rewards
+
+        yield simulated_rewards(config)
+        return
+    from areal_hpc.rewards import Recipe, RewardService
+
+    settings = config.reward
+    with RewardService(Recipe.of(settings), num_workers=settings.workers, timeout_s=settings.timeout_s) as rewards:
+        yield rewards
+
+
+def _rewards(config: Config, world: World) -> AbstractContextManager[Rewards]:
+    """What a rollout rank has its answers scored by: the reward ranks, if there are any, else itself."""
+    if config.reward.ranks:
+        from areal_hpc.rewards.remote import RemoteRewards
+
+        return nullcontext(RemoteRewards(world, reward_ranks(config)))
+    return reward_compute(config)
 
 
 @contextmanager
@@ -73,16 +101,17 @@ def _rollout(config: Config, world: World, welcome: Welcome) -> Iterator[Rollout
     import torch
 
     from areal_hpc.buckets import BucketPlan
+    from areal_hpc.data.chat import Chat
     from areal_hpc.engines.transformers_engine import TransformersEngine
     from areal_hpc.models import eos_ids, load_model, load_tokenizer, named_weights
-    from areal_hpc.rewards import RewardService
     from areal_hpc.weights import WeightReceiver
 
     torch.set_num_threads(config.rollout.threads)
     groups = meet(config, world, welcome)
-    settings, reward = config.rollout, config.reward
-    with RewardService(reward.function, num_workers=reward.workers, timeout_s=reward.timeout_s) as rewards:
+    settings = config.rollout
+    with _rewards(config, world) as rewards:
         tokenizer = load_tokenizer(config.model.path)
+        encode = Chat(config.data).encoder(tokenizer)
         model = load_model(config.model.path, dtype=config.model.dtype)
         weights = named_weights(model)
         engine = TransformersEngine(
@@ -96,7 +125,7 @@ def _rollout(config: Config, world: World, welcome: Welcome) -> Iterator[Rollout
         )
         engine.version = -1  # no version yet: the first broadcast, of version 0, is a rise like any other
         yield RolloutCompute(
-            encode=lambda text: tokenizer(text).input_ids,
+            encode=encode,
             decode=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
             engine=engine,
             receiver=WeightReceiver(groups, BucketPlan.of(weights, config.weights.bucket_bytes)),
@@ -110,12 +139,13 @@ def meet(config: Config, world: World, welcome: Welcome) -> ProcessGroups:
     from areal_hpc.process_group import ProcessGroups, open_store, store_port
 
     trainers = trainer_ranks(config)
-    others = world.size - 1
+    computing = [*trainers, *rollout_ranks(config)]
+    others = len(computing)
     host = "127.0.0.1" if welcome.single_host else socket.gethostname()
     timeout_s = config.deadlines.startup_s
     if world.rank == trainers[0]:
         store = open_store(host, is_master=True, world_size=others, timeout_s=timeout_s)
-        for rank in range(trainers[0] + 1, world.size):
+        for rank in computing[1:]:
             world.post(rank, StoreAddress(host, store_port(store)))
         world.flush(timeout_s)
     else:

@@ -14,7 +14,7 @@ from areal_hpc.messages import Hello, StepFinished
 from areal_hpc.packing import Plan, plan
 from areal_hpc.staleness import lag
 
-UNSCORED = (Outcome.TIMEOUT, Outcome.ERROR)
+UNSCORED = (Outcome.TIMEOUT, Outcome.ERROR, Outcome.TRUNCATED)
 NOT_CONSUMED = -1
 STATS = [*(column.name for column in LOSS_TERMS), "grad_norm", "lr"]
 
@@ -172,6 +172,7 @@ def step_row(
         "prompt_tokens": prompt_tokens,
         "response_tokens": response_tokens,
         "consumed_tokens": 0 if report.skipped else prompt_tokens + response_tokens,
+        "num_groups": len(batch.groups),
         "num_sequences": len(batch.sample),
         "num_micro_batches": num_micro_batches,
         "packing_bound": sum(batch.plan.lower_bounds),

@@ -21,7 +21,7 @@ from areal_hpc.bookkeeping import BatchRecord, GroupRecord
 from areal_hpc.comm import World
 from areal_hpc.config import Config
 from areal_hpc.controller_state import ControllerState
-from areal_hpc.datasets import PromptSource
+from areal_hpc.data import Source
 from areal_hpc.desk import Desk
 from areal_hpc.evaluation import Evaluation
 from areal_hpc.exits import Exit, RunError
@@ -45,7 +45,7 @@ class Casualties(Desk):
     state: ControllerState
     groups: dict[int, GroupRecord]
     batches: dict[int, BatchRecord]
-    source: PromptSource
+    source: Source
     progress: Progress
     saver: Saver
     evaluation: Evaluation | None
@@ -87,7 +87,7 @@ class Casualties(Desk):
     def silent_ranks(self, now_s: float) -> Iterator[tuple[int, str]]:
         """Ranks that are lost, as it seems, and why."""
         self.world.look_at_lifelines()
-        for rank in [*self.trainers, *self.rollouts]:
+        for rank in sorted({*self.heard_s, *self.rollouts}):
             silent_s = now_s - self.heard_s[rank] if rank in self.heard_s else 0.0
             limit_s = self.config.deadlines.heartbeat_s
             if self.torn_s is not None and rank in self.rollouts and now_s - self.torn_s > SUSPECT_S:

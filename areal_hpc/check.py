@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from areal_hpc.config import Config
 from areal_hpc.config.check import Checked, ConfigErrors, check_config
 from areal_hpc.config.schema import explain
-from areal_hpc.exits import Exit
+from areal_hpc.data.survey import survey
+from areal_hpc.exits import Exit, RunError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,8 +29,13 @@ def main(argv: Sequence[str]) -> int:
     except ConfigErrors as errors:
         print(errors.render(), file=sys.stderr)
         return Exit.CONFIG
+    try:
+        data = survey(checked.config)
+    except RunError as error:
+        print(f"{options.config}: the data cannot be used\n{textwrap.indent(error.reason, '  ')}", file=sys.stderr)
+        return error.code
     print(f"{options.config} is fine")
-    print(facts(checked))
+    print("\n".join([facts(checked), *(f"  {'' if i else 'data':<8} {line}" for i, line in enumerate(data))]))
     return Exit.DONE
 
 
@@ -38,10 +45,7 @@ def facts(checked: Checked) -> str:
     rows = [
         ("run", f"{config.name} in {config.run_dir}"),
         ("mode", _mode(config)),
-        (
-            "ranks",
-            f"{config.world_size} = 1 controller + {config.trainer.ranks} trainer + {config.rollout.ranks} rollout",
-        ),
+        ("ranks", f"{config.world_size} = {config.ranks_in_words}"),
         *([("compute", config.compute)] if config.is_simulated else []),
         ("batch", _batch(config)),
         ("length", f"{config.steps:,} steps = policy versions" + _epochs(config)),

@@ -35,7 +35,6 @@ from areal_hpc.checkpoint_files import (
     disk_sentence,
     read_arrays,
     read_json,
-    read_metadata,
     read_tensors,
     refuse_other_keys,
     sync_directory,
@@ -47,7 +46,7 @@ from areal_hpc.checkpoint_files import (
 from areal_hpc.waiting import Backoff
 
 __all__ = ["CheckpointError", "Checkpoints", "FileRecord", "Found", "preflight_space"]
-__all__ += ["read_arrays", "read_json", "read_metadata", "read_tensors", "write_arrays", "write_json", "write_tensors"]
+__all__ += ["read_arrays", "read_json", "read_tensors", "write_arrays", "write_json", "write_tensors"]
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -189,6 +188,14 @@ class Checkpoints:
                 f"no checkpoint in {self.root} can be used:\n  {listed}\nmove the directory away to begin at step 0"
             )
         return None
+
+    def at(self, step: int) -> Found | None:
+        """The checkpoint of a step, with all hashes checked; None: there is none. Raises CheckpointError: damaged."""
+        path = self.root / f"step_{step}"
+        try:
+            return self._validate(step, path) if path.is_dir() else None
+        except _Invalid as error:
+            raise CheckpointError(f"{path}: {error}") from None
 
     def trust(self, path: Path) -> Found | None:
         """Another process of this attempt has just found this one valid: `prune` does not read all of it again.

@@ -76,12 +76,14 @@ class FileRecord:
     sha256: str
 
 
-def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> FileRecord:
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> FileRecord:
     """Write arrays of any shape, zero-sized ones too, as safetensors. Raises CheckpointError, TypeError."""
-    return _write_tensor_file(path, arrays, metadata or {}, _raw_array)
+    return _write_tensor_file(path, arrays, {}, _raw_array)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> FileRecord:
     """Write tensors of any shape and device as safetensors; one at a time is copied to the host.
 
     They must not change while this runs. Raises CheckpointError, TypeError.
@@ -91,7 +93,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord
     def raw(tensor: torch.Tensor) -> memoryview:
         return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
-    return _write_tensor_file(path, tensors, {}, raw)
+    return _write_tensor_file(path, tensors, metadata or {}, raw)
 
 
 def write_json(path: Path, content: Any) -> FileRecord:
@@ -108,17 +110,6 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """What `write_tensors` wrote, on the CPU, as copies of their own. Raises CheckpointError."""
     return _read_tensor_file(path, "pt", lambda tensor: tensor.clone())
-
-
-def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata given to `write_arrays`. Raises CheckpointError."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="np") as file:
-            return dict(file.metadata() or {})
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from None
 
 
 def read_json(path: Path) -> Any:

@@ -15,6 +15,7 @@ COMMANDS = {
     "submit": ("areal_hpc.submission", "put a run into the Slurm queue"),
     "sweep": ("areal_hpc.sweep.command", "put many runs into the queue, look after them, tabulate them"),
     "doctor": ("areal_hpc.doctor.command", "tell whether a Slurm allocation can carry a run"),
+    "export": ("areal_hpc.export", "make a model directory of a checkpoint"),
     "check": ("areal_hpc.check", "check a configuration and explain every field"),
     "bench": ("areal_hpc.bench.menu", "measure this machine: wire, weights, engine, packing, log"),
 }

@@ -159,8 +159,14 @@ class Rewards(Protocol):
 
     num_restarts: int
 
-    def submit(self, key: Key, prompt: str, completion: str, metadata: dict[Any, Any]) -> None:
-        """Queue one answer; never blocks."""
+    @property
+    def num_pending(self) -> int:
+        """Answers submitted and not yet returned."""
+
+    def submit(
+        self, key: Key, prompt: str, completion: str, metadata: dict[Any, Any], facts: Mapping[str, Any] = ...
+    ) -> None:
+        """Queue one answer with what is known about it (rewards.recipe.FACTS); never blocks."""
 
     def poll(self) -> list[RewardResult]:
         """Results since the last call, each answer exactly once; never blocks."""

@@ -20,7 +20,7 @@ from areal_hpc.bookkeeping import BatchRecord, GroupRecord, group_rows, step_row
 from areal_hpc.comm import Received, World
 from areal_hpc.config import Config
 from areal_hpc.controller_state import ControllerState, Rules
-from areal_hpc.datasets import Prompt, PromptSource
+from areal_hpc.data import Prompt, Source
 from areal_hpc.endings import Endings
 from areal_hpc.evaluation import Evaluation
 from areal_hpc.exits import Exit, RunError
@@ -79,14 +79,14 @@ class Controller(Endings):
         world: World,
         clock: RunClock,
         log: RunLogWriter,
-        source: PromptSource,
+        source: Source,
         heldout: Sequence[Prompt],
         progress: Progress,
         saver: Saver,
         saved: SavedRun | None = None,
     ) -> None:
         super().__init__(config, world, clock, log)
-        self.source = source
+        self.source, self.data = source, source.digests()
         self.heldout = heldout
         self.progress = progress
         self.saver = saver
@@ -193,6 +193,8 @@ class Controller(Endings):
                 self.compose(step, group_ids)
             case state_machine.Leave(group_id, rank, why):
                 self.leave(group_id, rank, why)
+            case state_machine.EmptyBatch(num_groups):
+                self.event("batch_empty", f"the filter left none of {num_groups} groups; the version stands still")
             case state_machine.Announce(version):
                 self.announce(version)
             case state_machine.Finish(why):
@@ -324,6 +326,7 @@ class Controller(Endings):
 
     def group_refused(self, header: GroupRefused, source: int) -> None:
         self.event("prompt_refused", header.reason, source)
+        self.progress.refused(header.purpose)
         if header.purpose == "evaluate":
             if self.evaluation is not None:
                 self.evaluation.refused(header.group_id)
@@ -335,7 +338,7 @@ class Controller(Endings):
         version_before = self.state.version
         rows = batch.rows(version_before, Fate.DROPPED if report.skipped else Fate.CONSUMED)
         self.log.trajectories(rows)
-        self.progressed_s = time.monotonic()
+        finished_s, self.progressed_s = self.clock.now(), time.monotonic()
         ids = np.array([group.group_id for group in batch.groups], np.int64)
         for rank in self.rollouts:
             self.world.post(rank, Trained(report.step), {"group_id": ids})
@@ -343,13 +346,8 @@ class Controller(Endings):
         for group in batch.groups:
             self.groups.pop(group.group_id, None)
         self.saver.cut(report.step, *self.snapshot())
-        row = step_row(report, batch, rows, version_before) | {
-            "time_s": self.clock.now(),
-            "num_admitted": self.state.next_id,
-            "num_consumed": self.state.consumed_batches * self.config.trainer.batch_size,
-            "num_filtered": self.state.left["filtered"],
-            "log_s": self.log_s,
-        }
+        row = step_row(report, batch, rows, version_before) | self.state.counters()
+        row |= {"time_s": finished_s, "log_s": self.log_s}  # before what it admits
         self.log_step(row)
         self.progress.step(row)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if report.skipped else 0

@@ -9,24 +9,29 @@ controller.py does it. The unit of counting is the prompt group. A group is
 A group of an earlier attempt waits in the backlog until a rollout rank has room for it, and is running then. So does
 one whose rollout rank was lost before its samples had reached the trainers: under the same id, so that it stays in the
 count and its samples have the same random streams, it is generated anew elsewhere.
-Groups that left are out of the staleness count, so a replacement is admitted at once under a new id.
+Groups that left are out of the staleness count, so a replacement is admitted at once under a new id. With `refill` off
+a filtered group is not replaced. It keeps its place in the count and in a batch of B, which is smaller for it, and the
+version rises by one per batch as ever. A batch of which nothing is left is no step: its B places leave the count, as
+those of a skipped batch do, or eta = 0 would wait for ever.
 With `validate=True` every event is followed by a check of all invariants.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from areal_hpc.config import Config
+from areal_hpc.credits import Credits
 from areal_hpc.instructions import (
     Admit,
     Announce,
     BatchTrained,
     Compose,
     CreditsGranted,
+    EmptyBatch,
     Event,
     Finish,
     GroupDone,
@@ -42,6 +47,9 @@ from areal_hpc.instructions import (
 )
 from areal_hpc.staleness import counted_at_resume, may_admit
 
+NOBODY = -1
+"""Rollout rank of a group that is forgotten and only holds a place."""
+
 
 # ------------------------------------------------------------------------------------------------------- state
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,7 @@ class Rules:
     max_running_groups: int | None = None
     min_success: float = 0.0
     max_success: float = 1.0
+    refill: bool = True
     min_usable: int = 1
     num_prompts: int | None = None
     max_batches_taken: int = 2  # one in training and one whose samples already travel
@@ -73,29 +82,10 @@ class Rules:
             max_running_groups=staleness.max_running_groups,
             min_success=config.filter.min_success,
             max_success=config.filter.max_success,
+            refill=config.filter.refill,
             min_usable=1 if trainer.advantage.group_norm == "none" else 2,
             num_prompts=num_prompts,
         )
-
-
-class Credits:
-    """Free places for samples, per rollout rank. The rank with most is the one with least outstanding work."""
-
-    def __init__(self) -> None:
-        self.free: dict[int, int] = {}
-
-    def grant(self, rank: int, num_samples: int) -> None:
-        self.free[rank] = self.free.get(rank, 0) + num_samples
-
-    def take(self, num_samples: int) -> int | None:
-        """Reserve places on one rank, or return None when no rank has that many."""
-        if not self.free:
-            return None
-        rank = max(self.free, key=lambda r: (self.free[r], -r))
-        if self.free[rank] < num_samples:
-            return None
-        self.free[rank] -= num_samples
-        return rank
 
 
 @dataclass(slots=True)
@@ -113,6 +103,8 @@ class ControllerState:
         complete: steps of taken batches whose samples are with the trainers.
         lost: ranks that are gone.
         num_lost: groups that had to be generated anew for it.
+        rejected: groups in `ready` or in a batch that only hold a place there: filtered and not replaced.
+        empty_batches: batches of which the filter left nothing.
     """
 
     rules: Rules
@@ -134,6 +126,8 @@ class ControllerState:
     complete: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
     num_lost: int = 0
+    rejected: set[int] = field(default_factory=set)
+    empty_batches: int = 0
     left: Counter[str] = field(default_factory=Counter)
 
     def snapshot(self) -> dict[str, Any]:
@@ -144,24 +138,29 @@ class ControllerState:
             "next_id": self.next_id,
             "prompts_used": self.prompts_used,
             "left": dict(self.left),
+            "empty_batches": self.empty_batches,
+            "rejected": sorted(self.rejected),
             "group_ids": sorted([*self.outstanding(), *self.backlog]),
         }
 
     @classmethod
     def resume(cls, rules: Rules, saved: Mapping[str, Any], validate: bool = False) -> ControllerState:
         """The state that `snapshot` described: v * B groups are consumed, its groups count once (AReaL issue 1388)."""
-        version, groups = saved["version"], saved["group_ids"]
+        version, groups, rejected = saved["version"], saved["group_ids"], saved.get("rejected", [])
         return cls(
             rules,
             validate=validate,
             version=version,
             next_id=saved["next_id"],
-            counted=counted_at_resume(version, rules.batch_size, len(groups)),
+            counted=counted_at_resume(version, rules.batch_size, len(groups) + len(rejected)),
             consumed_batches=version,
             composed=saved["step"],
             prompts_used=saved["prompts_used"],
             backlog=deque(sorted(groups)),
             left=Counter(saved["left"]),
+            ready=dict.fromkeys(rejected, NOBODY),
+            rejected=set(rejected),
+            empty_batches=saved.get("empty_batches", 0),
         )
 
     def handle(self, event: Event) -> list[Instruction]:
@@ -198,6 +197,10 @@ class ControllerState:
             self._leave(group_id, rank, "unscored", out)
         elif not self.rules.min_success <= correct / usable <= self.rules.max_success:
             self._leave(group_id, rank, "filtered", out)
+            if not self.rules.refill:
+                self.counted += 1
+                self.ready[group_id] = NOBODY
+                self.rejected.add(group_id)
         else:
             self.ready[group_id] = rank
 
@@ -218,11 +221,19 @@ class ControllerState:
         if skipped:
             # The version stands still, so these groups must leave the count or eta = 0 would wait for ever.
             for group_id, rank in batch.items():
-                self._leave(group_id, rank, "skipped", out)
+                if group_id not in self.rejected:
+                    self._leave(group_id, rank, "skipped", out)
+            self._forget_rejected(batch)
             return
+        self.rejected.difference_update(batch)
         self.consumed_batches += 1
         self.version += 1
         out.append(Announce(self.version))
+
+    def _forget_rejected(self, batch: Collection[int]) -> None:
+        """Give up the places that rejected groups hold in a batch that will never be trained."""
+        self.counted -= len(self.rejected.intersection(batch))
+        self.rejected.difference_update(batch)
 
     def _rank_lost(self, rank: int, out: list[Instruction]) -> None:
         self.lost.add(rank)
@@ -264,9 +275,16 @@ class ControllerState:
             batch = self._next_batch()
             if batch is None:
                 return
-            self.taken.append({group_id: self.ready.pop(group_id) for group_id in batch})
+            owners = {group_id: self.ready.pop(group_id) for group_id in batch}
+            kept = tuple(group_id for group_id in batch if group_id not in self.rejected)
+            if not kept:
+                self._forget_rejected(batch)
+                self.empty_batches += 1
+                out.append(EmptyBatch(len(batch)))
+                continue
+            self.taken.append(owners)
             self.composed += 1
-            out.append(Compose(self.composed, tuple(batch)))
+            out.append(Compose(self.composed, kept))
 
     def _prompts_left(self) -> bool:
         return self.rules.num_prompts is None or self.prompts_used < self.rules.num_prompts
@@ -329,15 +347,25 @@ class ControllerState:
         groups = self.running | self.ready
         for batch in self.taken:
             groups |= batch
-        return groups
+        return {group_id: rank for group_id, rank in groups.items() if group_id not in self.rejected}
+
+    def counters(self) -> dict[str, int]:
+        """The counting columns of the step table."""
+        return {
+            "num_admitted": self.next_id,
+            "num_consumed": self.consumed_batches * self.rules.batch_size,
+            "num_filtered": self.left["filtered"],
+            "num_empty_batches": self.empty_batches,
+        }
 
     def waiting_for(self) -> str:
         """One line that explains why no step is being trained, for deadlines and status."""
         rules = self.rules
         left = ", ".join(f"{n} {why}" for why, n in sorted(self.left.items())) or "none left the count"
+        empty = f" ({len(self.rejected.intersection(self.ready))} of them filtered)" if self.rejected else ""
         waiting = f"{len(self.backlog)} of an earlier attempt or a lost rank waiting, " if self.backlog else ""
         return (
-            f"version {self.version}: {len(self.ready)} of {rules.batch_size} groups ready, "
+            f"version {self.version}: {len(self.ready)} of {rules.batch_size} groups ready{empty}, "
             f"{len(self.running)} running, {waiting}{len(self.taken)} batches with the trainers, {left}"
         )
 
@@ -349,6 +377,8 @@ class ControllerState:
         assert len(everything) == len(set(everything)), "a group is in two places"
         assert self.counted == len(everything) + self.consumed_batches * rules.batch_size, "the staleness count is off"
         assert all(len(batch) == rules.batch_size for batch in self.taken), "a taken batch has not B groups"
+        assert self.rejected <= {*self.ready, *taken}, "a rejected group holds no place"
+        assert NOBODY not in self.outstanding().values(), "nobody holds a group that is to be trained on"
         assert all(free >= 0 for free in self.credits.free.values()), "more samples on a rank than it has places"
         assert len(everything) <= (rules.max_staleness + 1) * rules.batch_size, (
             "more groups outstanding than (eta + 1) B"

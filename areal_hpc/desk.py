@@ -83,7 +83,7 @@ class Desk:
 
     def expect_heartbeats(self) -> None:
         """From now on every rank must be heard. While it loads its model it is silent; `startup_s` is for that."""
-        self.heard_s = dict.fromkeys([*self.trainers, *self.rollouts], time.monotonic())
+        self.heard_s = dict.fromkeys(range(1, self.world.size), time.monotonic())
 
     def check_heartbeats(self) -> None:
         """Called between messages while waiting; raises RunError when a rank is missing that is needed."""

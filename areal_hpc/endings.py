@@ -20,6 +20,7 @@ class Endings(Casualties):
     """
 
     saved: SavedRun | None
+    data: dict[str, list[Any]]
     ending: str | None = None
 
     def snapshot(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -33,7 +34,7 @@ class Endings(Casualties):
         waiting = [(g, *self.saved.group(g)) for g in self.state.backlog if g not in lost] if self.saved else []
         cursor = list(self.source.cursor)
         facts = {name: state[name] for name in ("step", "version")} | {"config": self.config.model_dump(mode="json")}
-        return state | {"cursor": cursor, "groups": groups, "waiting": waiting, "anew": anew}, facts
+        return state | {"cursor": cursor, "data": self.data, "groups": groups, "waiting": waiting, "anew": anew}, facts
 
     def idle(self) -> None:
         self.saver.poll()

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_hpc.controller_state import Credits
-from areal_hpc.datasets import Prompt
+from areal_hpc.data import Prompt
 from areal_hpc.logschema import Outcome
 
 

@@ -104,11 +104,21 @@ class Compose:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The rollout rank may forget this group; it is not trained on."""
+    """The rollout rank may forget this group; it is not trained on.
+
+    Another one takes its place, but for a filtered group where `filter.refill` is off.
+    """
 
     group_id: int
     rank: int
     why: Literal["filtered", "unscored", "refused", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyBatch:
+    """The filter has left nothing of a batch: there is no step, and its places are given to new groups."""
+
+    num_groups: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,4 +135,4 @@ class Finish:
     why: Literal["last step reached", "data set exhausted"]
 
 
-Instruction = Admit | Restore | Readmit | Recall | Compose | Leave | Announce | Finish
+Instruction = Admit | Restore | Readmit | Recall | Compose | Leave | EmptyBatch | Announce | Finish

@@ -34,7 +34,7 @@ class Component:
     """One group of nodes with the ranks that run on it.
 
     Attributes:
-        name: head, trainer or rollout.
+        name: head, trainer, rollout or reward.
         nodes: number of nodes.
         tasks: MPI ranks on them, the controller included where it belongs.
         settings: what sbatch is asked for, slurm.common already merged in.
@@ -99,6 +99,11 @@ def merged(common: ComponentConfig, own: ComponentConfig) -> ComponentConfig:
     return common.model_copy(update=given | {"flags": common.flags + own.flags})
 
 
+def without_gpus(common: ComponentConfig) -> ComponentConfig:
+    """What holds for nodes of ranks that compute nothing."""
+    return common.model_copy(update={"gpus_per_node": None})
+
+
 def num_nodes(ranks: int, settings: ComponentConfig) -> int:
     """Nodes for so many ranks (the controller is extra and needs none): as told, else full nodes."""
     return settings.nodes or math.ceil(ranks / (settings.ranks_per_node or settings.gpus_per_node or ranks))
@@ -119,8 +124,11 @@ def components_of(config: Config) -> tuple[Component, ...]:
         ),
         Component("rollout", num_nodes(rollouts, rollout), rollouts, rollout, f"{rollouts} rollout"),
     ]
+    if rewards := config.reward.ranks:
+        reward = merged(without_gpus(slurm.common), slurm.reward)
+        parts.append(Component("reward", num_nodes(rewards, reward), rewards, reward, f"{rewards} reward"))
     if slurm.head is not None:
-        head = merged(slurm.common.model_copy(update={"gpus_per_node": None}), slurm.head)
+        head = merged(without_gpus(slurm.common), slurm.head)
         parts.insert(0, Component("head", 1, 1, head, "1 controller"))
     return tuple(parts)
 

@@ -59,13 +59,14 @@ def find_mpiexec() -> str:
 
 
 def command_line(mpiexec: str, config: Config, run_dir: RunDir) -> list[str]:
-    """One MPI world of two components, in rank order: controller and trainers, then rollouts."""
+    """One MPI world of components, in rank order: controller and trainers, rollouts, then reward ranks if any."""
 
     def component(name: str, ranks: int) -> list[str]:
         rank = [sys.executable, "-m", "areal_hpc.rank", str(run_dir.attempt_dir)]
         return ["-n", str(ranks), *rank, "--component", name]
 
-    return [mpiexec, *component("trainer", 1 + config.trainer.ranks), ":", *component("rollout", config.rollout.ranks)]
+    words = [mpiexec, *component("trainer", 1 + config.trainer.ranks), ":", *component("rollout", config.rollout.ranks)]
+    return words + ([":", *component("reward", config.reward.ranks)] if config.reward.ranks else [])
 
 
 def environment() -> dict[str, str]:

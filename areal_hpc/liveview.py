@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_hpc.config import Config
+from areal_hpc.progress import what_was_not_used
 from areal_hpc.rundir import RunDir, read_json
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -114,6 +115,7 @@ class LiveView:
             ("policy versions", f"{summary['versions']} ({summary['why_ended']})"),
             ("consumed tokens", f"{summary['consumed_tokens']:,} at {summary['consumed_tokens_per_s']:,.0f} tok/s"),
             ("staleness", f"first tokens at most {summary['head_staleness_max']} versions old ({self.limit})"),
+            *([("not used", not_used)] if (not_used := what_was_not_used(summary)) else []),
             ("time", f"{summary['wall_s']:.0f} s for the ranks, {summary['total_s']:.0f} s with preparation"),
             ("model", str(self.run_dir.model)),
             ("log", f"{self.run_dir.run_log}  (areal_hpc.runlog.RunLog)"),

@@ -8,81 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_hpc.logcodes import Activity, Fate, Finish, Outcome
+
 SCHEMA_VERSION = 1
-
-
-class Code(IntEnum):
-    """A name that travels and is stored as a small integer; its label is the lower-case member name."""
-
-    @property
-    def label(self) -> str:
-        return self.name.lower()
-
-    @classmethod
-    def of(cls, label: str) -> Code:
-        """The member with this label; KeyError if there is none."""
-        return cls[label.upper()]
-
-    @classmethod
-    def labels(cls) -> tuple[str, ...]:
-        """All labels, indexed by code: codes run from 0 without a gap."""
-        return tuple(member.label for member in sorted(cls))
-
-
-class Outcome(Code):
-    """What the reward service found."""
-
-    CORRECT = 0
-    WRONG = 1
-    UNPARSED = 2
-    TIMEOUT = 3
-    ERROR = 4
-
-
-class Finish(Code):
-    """Why a response ended: its own end-of-sequence token, or the budget."""
-
-    EOS = 0
-    LENGTH = 1
-
-
-class Fate(Code):
-    """What became of a finished sample.
-
-    consumed: trained on; filtered: its group was rejected by the success filter; excluded: its group was consumed,
-    this sample took no part (no usable reward); leftover: finished, the run ended first; dropped: its group was
-    given up.
-    """
-
-    CONSUMED = 0
-    FILTERED = 1
-    EXCLUDED = 2
-    LEFTOVER = 3
-    DROPPED = 4
-
-
-class Activity(Code):
-    """What a rank is busy with; idle is everything that is not named."""
-
-    IDLE = 0
-    STARTUP = 1
-    GENERATE = 2
-    SWAP = 3
-    SHIP = 4
-    WAIT_BATCH = 5
-    RECEIVE = 6
-    TRAIN_PROXIMAL = 7
-    TRAIN_UPDATE = 8
-    PUBLISH = 9
-    SCHEDULE = 10
-    LOG = 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +146,7 @@ TRAJECTORIES = Table(
         Column("prompt_id", "S64", "text", "identity of the prompt in its data set"),
         Column("num_prompt", "i4", "tokens", "length of the prompt"),
         Column("num_response", "i4", "tokens", "length of the response, end-of-sequence token included"),
-        Column("reward", "f8", "1", "terminal reward; NaN where the outcome is timeout or error"),
+        Column("reward", "f8", "1", "terminal reward; NaN where the outcome is timeout, error or truncated"),
         Column("outcome", "u1", "code", "what the reward service found", Outcome.labels()),
         Column("finish", "u1", "code", "why the response ended", Finish.labels()),
         Column("fate", "u1", "code", "what became of the sample", Fate.labels()),
@@ -249,6 +183,7 @@ STEPS = Table(
         Column("prompt_tokens", "i8", "tokens", "prompt tokens in the batch"),
         Column("response_tokens", "i8", "tokens", "response tokens in the batch"),
         Column("consumed_tokens", "i8", "tokens", "prompt and response tokens trained on; 0 for a skipped step"),
+        Column("num_groups", "i4", "groups", "groups in the batch; fewer than B where filter.refill is off"),
         Column("num_sequences", "i4", "sequences", "samples in the batch"),
         Column("num_micro_batches", "i4", "micro-batches", "forward and backward passes over all trainer ranks"),
         Column("packing_bound", "i4", "micro-batches", "no packing of these lengths needs fewer"),
@@ -258,8 +193,9 @@ STEPS = Table(
         Column("head_lag_mean", "f8", "versions", "mean head lag in the batch"),
         Column("tail_lag_max", "i4", "versions", "largest tail lag in the batch"),
         Column("num_admitted", "i8", "groups", "groups admitted since the start of the attempt"),
-        Column("num_consumed", "i8", "groups", "groups consumed since the start of the attempt"),
-        Column("num_filtered", "i8", "groups", "groups filtered since the start of the attempt"),
+        Column("num_consumed", "i8", "groups", "places of batches consumed, B each"),
+        Column("num_filtered", "i8", "groups", "groups filtered so far"),
+        Column("num_empty_batches", "i8", "batches", "batches so far of which the filter left nothing"),
         Column("log_s", "f8", "s", "controller time spent on this log since the step before"),
     ),
 )
@@ -310,7 +246,7 @@ RANKS = Table(
     64,
     (
         Column("rank", "i4", "rank", "world rank"),
-        Column("role", "S16", "text", "controller, trainer or rollout"),
+        Column("role", "S16", "text", "controller, trainer, rollout or reward"),
         Column("host", "S64", "text", "its host"),
         Column("pid", "i8", "id", "its process there"),
         Column("gpu", "S64", "text", "the GPU that is its own, as in CUDA_VISIBLE_DEVICES; empty: none"),

@@ -8,6 +8,7 @@ The life of one prompt in messages:
     controller --AdmitGroup---> rollout --GroupFinished-> controller --ShipSamples-> rollout --Samples--> trainer
     controller --TrainBatch---> trainer --StepFinished--> controller
     controller --LoadWeights--> rollout --WeightsLoaded-> controller
+    rollout ---Score----------> reward --Scored---------> rollout        (only in runs with reward ranks)
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class StoreAddress(Message):
 
 
 class Ready(Message):
-    """Trainer or rollout rank -> controller: model loaded, process group joined."""
+    """Every other rank -> controller: model loaded, process group joined, reward processes started."""
 
 
 # -------------------------------------------------------------------------------------------------- generation
@@ -99,7 +100,7 @@ class Credits(Message):
 class GroupFinished(Message):
     """Rollout -> controller: all answers of a group are scored; the tokens stay here until told where to go.
 
-    Arrays [num_samples], by sample index: reward (NaN where the outcome is timeout or error), outcome and finish
+    Arrays [num_samples], by sample index: reward (NaN without a score), outcome and finish
     (codes of logschema), num_response [tokens], first/last/mean_version, interruptions, start_s, finish_s.
     """
 
@@ -126,6 +127,28 @@ class GroupRefused(Message):
     group_id: int
     reason: str
     purpose: Purpose = "train"
+
+
+class Score(Message):
+    """Rollout -> reward: judge this answer; its texts are UTF-8 as arrays of bytes, `facts` as in rewards.recipe."""
+
+    ARRAYS: ClassVar[Mapping[str, str]] = {"prompt": "uint8", "completion": "uint8"}
+    group_id: int
+    sample: int
+    metadata: dict[str, Any]
+    facts: dict[str, Any]
+
+
+class Scored(Message):
+    """Reward -> rollout: what became of an answer; the fields of rewards.RewardResult."""
+
+    group_id: int
+    sample: int
+    reward: float
+    outcome: Literal["correct", "wrong", "unparsed", "timeout", "error", "truncated"]
+    seconds: float
+    detail: str
+    answer: str | None = None
 
 
 class ShipSamples(Message):
@@ -351,10 +374,12 @@ class RankFailed(Message):
 class Stop(Message):
     """Controller -> every rank: finish now; nothing more is expected from you but Farewell.
 
+    `healthy`: the run is done and every collective is complete, so that nothing can hold up a rank that ends as usual.
     `whole`: nobody is lost, so MPI can be finalized.
     """
 
     reason: str
+    healthy: bool = False
     whole: bool = True
 
 

@@ -9,6 +9,9 @@ from areal_hpc.exits import Exit, RunError
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Where a task finds its devices; the first that is set counts (a second list would count within the first)."""
 
+COMPUTES_NOTHING = ("controller", "reward")
+"""Roles without a GPU."""
+
 
 def own_gpu(environ: Mapping[str, str], role: str) -> str | None:
     """The device this rank computes on, as it stands in CUDA_VISIBLE_DEVICES.
@@ -19,16 +22,16 @@ def own_gpu(environ: Mapping[str, str], role: str) -> str | None:
 
     Args:
         environ: the environment of a task as Slurm made it.
-        role: controller, trainer or rollout.
+        role: controller, trainer, rollout or reward.
 
     Returns:
-        None for the controller, and where Slurm (or no Slurm at all) gave the task no devices.
+        None for the controller and reward ranks, and where Slurm (or no Slurm at all) gave the task no devices.
 
     Raises:
         RunError: PREFLIGHT, there is no device left for this rank.
     """
     devices = visible(environ)
-    if role == "controller" or not devices or "SLURM_LOCALID" not in environ:
+    if role in COMPUTES_NOTHING or not devices or "SLURM_LOCALID" not in environ:
         return None
     if is_bound(environ):
         return devices[0]
@@ -57,7 +60,7 @@ def visible(environ: Mapping[str, str]) -> list[str]:
 def narrow(environ: MutableMapping[str, str], role: str) -> str | None:
     """Leave this rank its own device only; call it before torch is imported.
 
-    The controller keeps none. Where Slurm gave no devices nothing changes.
+    The controller and reward ranks keep none. Where Slurm gave no devices nothing changes.
 
     Raises:
         RunError: as own_gpu.
@@ -65,7 +68,7 @@ def narrow(environ: MutableMapping[str, str], role: str) -> str | None:
     gpu, name = own_gpu(environ, role), _variable(environ)
     if gpu is not None and name:
         environ[name] = gpu
-    elif role == "controller" and name and "SLURM_LOCALID" in environ:
+    elif role in COMPUTES_NOTHING and name and "SLURM_LOCALID" in environ:
         environ[name] = ""
     return gpu
 

@@ -40,9 +40,11 @@ class RunClock:
 
 
 def role_of(rank: int, config: Config) -> str:
-    """World order: controller, trainers, rollouts."""
+    """World order: controller, trainers, rollouts, reward ranks."""
     if rank == CONTROLLER:
         return "controller"
+    if rank > config.trainer.ranks + config.rollout.ranks:
+        return "reward"
     return "trainer" if rank <= config.trainer.ranks else "rollout"
 
 
@@ -51,7 +53,11 @@ def trainer_ranks(config: Config) -> list[int]:
 
 
 def rollout_ranks(config: Config) -> list[int]:
-    return list(range(1 + config.trainer.ranks, config.world_size))
+    return list(range(1 + config.trainer.ranks, 1 + config.trainer.ranks + config.rollout.ranks))
+
+
+def reward_ranks(config: Config) -> list[int]:
+    return list(range(config.world_size - config.reward.ranks, config.world_size))
 
 
 def num_expendable(config: Config) -> int:
@@ -87,7 +93,7 @@ def check_world(world: World, config: Config, component: str | None) -> None:
         raise RunError(
             Exit.PREFLIGHT,
             f"the MPI world has {world.size} ranks but the configuration needs {config.world_size}{singleton}: "
-            f"1 controller + {config.trainer.ranks} trainer + {config.rollout.ranks} rollout",
+            + config.ranks_in_words,
         )
     role = role_of(world.rank, config)
     expected = {"controller": ("trainer", "head")}.get(role, (role,))

@@ -32,6 +32,8 @@ class Progress:
         self.consumed_tokens = 0
         self.head_lag_max = 0
         self.pass_at_1: list[float] = []
+        self.num_refused = {"train": 0, "evaluate": 0}
+        self.num_bad_lines = 0
         self.status: dict[str, Any] = {
             "name": name,
             "state": "starting",
@@ -115,13 +117,23 @@ class Progress:
         self.write()
         self.say(f"areal-hpc: {text}")
 
+    def refused(self, purpose: str) -> None:
+        """A prompt without an answer: it is empty or longer than rollout.max_prompt_tokens."""
+        self.num_refused[purpose] += 1
+
+    def left_out(self, num_lines: int) -> None:
+        """Bad lines of the data that the run goes on without."""
+        self.num_bad_lines += num_lines
+
     def ended(self, state: str, why: str, exit_code: int) -> None:
         """The last word: after a healthy end into summary.json, then into status.json, and into a job's output."""
-        self.status |= {"state": state, "why_ended": why, "exit_code": exit_code}
+        self.status |= {"state": state, "why_ended": why, "exit_code": exit_code} | self._not_used()
         if exit_code == 0:
             write_json(self.run_dir.summary, self.summary(why))
         self.write()
         if self.status["job_id"] is not None:  # otherwise `areal-hpc run` says it
+            if not_used := what_was_not_used(self.status):
+                self.say(f"areal-hpc: {not_used}")
             self.say(
                 f"areal-hpc: {state}, exit code {exit_code}: {why}\n"
                 f"areal-hpc: logs of all ranks are in {self.run_dir.attempt_dir}, the run log is {self.run_dir.run_log}"
@@ -140,7 +152,24 @@ class Progress:
             "head_staleness_max": self.head_lag_max,
             "versions": self.status["version"],
             "why_ended": why,
+        } | self._not_used()
+
+    def _not_used(self) -> dict[str, int]:
+        return {
+            "prompts_refused": self.num_refused["train"],
+            "heldout_refused": self.num_refused["evaluate"],
+            "bad_lines": self.num_bad_lines,
         }
+
+
+def what_was_not_used(figures: Mapping[str, Any]) -> str:
+    """What a status or a summary says about data that was left out; "" if all was used."""
+    said = {
+        "prompts_refused": "prompts refused (empty or longer than rollout.max_prompt_tokens)",
+        "heldout_refused": "held-out answers refused for the same reason",
+        "bad_lines": "bad lines left out",
+    }
+    return ", ".join(f"{figures[name]:,} {what}" for name, what in said.items() if figures.get(name))
 
 
 def _plain(value: Any) -> Any:

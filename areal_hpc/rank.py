@@ -1,6 +1,6 @@
 """What mpiexec and srun start: one rank of a run.
 
-    python -m areal_hpc.rank RUN/attempt_N [--component head|trainer|rollout]
+    python -m areal_hpc.rank RUN/attempt_N [--component head|trainer|rollout|reward]
 
 How a rank ends. Healthy: the controller sends Stop, the rank answers Farewell and finalizes MPI. A failure on any
 rank goes to the controller as RankFailed; the controller writes down why, sends Stop to all, and returns the exit
@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from areal_hpc import signals
 from areal_hpc.attempts import BEGIN, End, write_end
-from areal_hpc.backends import rollout_compute, trainer_compute
+from areal_hpc.backends import reward_compute, rollout_compute, trainer_compute
 from areal_hpc.codec import Codec
 from areal_hpc.comm import World
 from areal_hpc.config import Config, load_resolved
@@ -52,13 +52,18 @@ from areal_hpc.rundir import RunDir, read_json
 from areal_hpc.waiting import Backoff
 
 log = logging.getLogger("areal_hpc")
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+"""Compute nodes have no internet: whatever a reward function or a library looks up there would hang, not fail."""
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> tuple[int, bool]:
+    """The life of this rank; returns its exit code and whether it may end as a process usually does."""
     parser = argparse.ArgumentParser(prog="areal_hpc.rank", description="one rank of a run; started by mpiexec or srun")
     parser.add_argument("attempt_dir", type=Path)
-    parser.add_argument("--component", choices=["head", "trainer", "rollout"])
+    parser.add_argument("--component", choices=["head", "trainer", "rollout", "reward"])
     arguments = parser.parse_args(argv)
+    for name in OFFLINE:
+        os.environ[name] = "1"
     run_dir = RunDir.of(arguments.attempt_dir)
     config = load_resolved(run_dir.config)
     say_what_death_means(config)
@@ -74,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"areal-hpc: {error.reason}", file=sys.stderr, flush=True)
         world.abort(error.code)
     if world.rank == CONTROLLER:
-        return run_controller(config, world, run_dir)
+        return run_controller(config, world, run_dir), True
     return run_other(config, world, run_dir)
 
 
@@ -133,7 +138,7 @@ def run_controller(config: Config, world: World, run_dir: RunDir) -> int:
     state = {Exit.DONE: "done", Exit.INTERRUPTED: "interrupted", Exit.REQUEUE: "requeued"}.get(code, "failed")
     progress.ended(state, why, int(code))
     close_attempt(run_dir, progress.status)
-    silent = say_farewell(world, why, config.deadlines.exit_s / 2)
+    silent = say_farewell(world, Stop(why, code == Exit.DONE and world.whole, world.whole), config.deadlines.exit_s / 2)
     if silent:
         log.error("no farewell from ranks %s: aborting", silent)
         world.abort(int(code) or int(Exit.DEADLINE))
@@ -165,7 +170,7 @@ def control(config: Config, world: World, run_dir: RunDir, progress: Any) -> str
     from areal_hpc.bookkeeping import rank_rows
     from areal_hpc.checkpoint import Checkpoints
     from areal_hpc.controller import Controller
-    from areal_hpc.datasets import PromptSource, read_prompts
+    from areal_hpc.data.reading import read_heldout, read_train
     from areal_hpc.resuming import SavedRun
     from areal_hpc.runlog_writer import RunLogWriter
     from areal_hpc.saver import Saver
@@ -179,12 +184,10 @@ def control(config: Config, world: World, run_dir: RunDir, progress: Any) -> str
     saved = SavedRun(trusted) if trusted else None
     resume = (str(saved.path), saved.version) if saved else ("", 0)
     clock, hellos = welcome_all(world, config, *resume)
-    data = config.data
-    fields = {"prompt_field": data.prompt_field, "id_field": data.id_field}
-    source = PromptSource(
-        read_prompts(Path(data.train), **fields), seed=config.seed, shuffle=data.shuffle, epochs=data.epochs
-    )
-    heldout = read_prompts(Path(data.heldout), **fields) if data.heldout else []
+    source, bad_lines = read_train(config)
+    heldout_sets, bad_heldout = read_heldout(config)
+    bad_lines += bad_heldout
+    heldout = [prompt for prompts in heldout_sets.values() for prompt in prompts]
     attributes = {
         "name": config.name,
         "attempt": run_dir.attempt,
@@ -205,8 +208,10 @@ def control(config: Config, world: World, run_dir: RunDir, progress: Any) -> str
         saver = Saver(config, world, checkpoints, event, trusted, is_ours)
         controller = Controller(config, world, clock, run_log, source, heldout, progress, saver, saved)
         controller.hosts = {rank: hello.host for rank, hello in enumerate(hellos)}
-        for note in resuming.get("notes", ()):
-            controller.event("note", note)
+        for kind, notes in (("note", resuming.get("notes", ())), ("bad_line", bad_lines)):
+            for note in notes:
+                controller.event(kind, note)
+        progress.left_out(len(bad_lines))
         try:
             why = controller.run()
         except Exception as error:
@@ -232,11 +237,11 @@ def dump_stacks(hellos: Sequence[Hello]) -> None:
             os.kill(pid, signal.SIGUSR1)
 
 
-def say_farewell(world: World, reason: str, timeout_s: float) -> list[int]:
-    """Send Stop to every rank and collect their farewells; returns the ranks that stayed silent."""
+def say_farewell(world: World, stop: Stop, timeout_s: float) -> list[int]:
+    """Send `stop` to every rank and collect their farewells; returns the ranks that stayed silent."""
     silent = set(range(1, world.size)) - set(world.lost)
     for rank in silent:
-        world.post(rank, Stop(reason, world.whole))
+        world.post(rank, stop)
     pause = Backoff()
     deadline_s = time.monotonic() + timeout_s
     while (silent := silent - world.lost.keys()) and time.monotonic() < deadline_s:
@@ -248,16 +253,16 @@ def say_farewell(world: World, reason: str, timeout_s: float) -> list[int]:
     return sorted(silent)
 
 
-# ------------------------------------------------------------------------------------------ trainer and rollout
-def run_other(config: Config, world: World, run_dir: RunDir) -> int:
-    """A trainer or rollout rank. It passes signals on to the controller, who decides. Ctrl-C is for the controller."""
+# ------------------------------------------------------------------------------------------------- other ranks
+def run_other(config: Config, world: World, run_dir: RunDir) -> tuple[int, bool]:
+    """Any other rank. It passes signals on to the controller, who decides. Ctrl-C is for the controller."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signals.catch(signal.SIGTERM, signals.SAVE_AND_REQUEUE)
-    code = Exit.DONE
+    code, healthy = Exit.DONE, False
     try:
         clock, welcome = join(world, config)
-        run = run_trainer if role_of(world.rank, config) == "trainer" else run_rollout
-        run(config, world, clock, welcome, run_dir)
+        runs = {"trainer": run_trainer, "rollout": run_rollout, "reward": run_reward}
+        healthy = runs[role_of(world.rank, config)](config, world, clock, welcome, run_dir)
     except Exception as error:
         log.exception("this rank failed")
         failure = as_run_error(error)
@@ -265,7 +270,7 @@ def run_other(config: Config, world: World, run_dir: RunDir) -> int:
         report_failure(world, failure, config.deadlines.exit_s)
     world.post(CONTROLLER, Farewell())
     world.close(config.deadlines.exit_s / 2, int(code))
-    return int(code)
+    return int(code), healthy
 
 
 def report_failure(world: World, failure: RunError, timeout_s: float) -> None:
@@ -289,34 +294,41 @@ def report_failure(world: World, failure: RunError, timeout_s: float) -> None:
     world.abort(int(failure.code))
 
 
-def run_trainer(config: Config, world: World, clock: RunClock, welcome: Welcome, run_dir: RunDir) -> None:
+def run_trainer(config: Config, world: World, clock: RunClock, welcome: Welcome, run_dir: RunDir) -> bool:
     from areal_hpc.trainer import Trainer
 
     with trainer_compute(config, world, welcome) as compute:
-        Trainer(config, world, clock, compute, run_dir, welcome).run()
+        return Trainer(config, world, clock, compute, run_dir, welcome).run()
 
 
-def run_rollout(config: Config, world: World, clock: RunClock, welcome: Welcome, run_dir: RunDir) -> None:
+def run_rollout(config: Config, world: World, clock: RunClock, welcome: Welcome, run_dir: RunDir) -> bool:
     from areal_hpc.rollout import Rollout
 
     with rollout_compute(config, world, welcome) as compute:
-        Rollout(config, world, clock, compute).run()
+        return Rollout(config, world, clock, compute).run()
 
 
-def leave(code: int) -> NoReturn:
+def run_reward(config: Config, world: World, clock: RunClock, welcome: Welcome, run_dir: RunDir) -> bool:
+    from areal_hpc.reward_rank import RewardRank
+
+    with reward_compute(config) as rewards:
+        return RewardRank(config, world, clock, rewards).run()
+
+
+def leave(code: int, healthy: bool) -> NoReturn:
     """End the process; MPI is finalized and all files are closed by now.
 
-    With torch at once: a collective that it still has pending (its peer failed) would hold the interpreter's exit until
-    the collective's own deadline. Without it as usual, because only then MPICH 5 tells its launcher that all is well;
-    else mpiexec kills the ranks that are a little slower and reports a bad termination.
+    After a healthy end as usual, because only then MPICH 5 tells its launcher that all is well; else mpiexec kills the
+    ranks that are a little slower and reports a bad termination. After any other end at once: a collective that torch
+    still has pending (its peer failed) would hold the interpreter's exit until the collective's own deadline.
     """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    if "torch" in sys.modules:
+    if not healthy and "torch" in sys.modules:
         os._exit(code)
     sys.exit(code)
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(*main())

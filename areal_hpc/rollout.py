@@ -34,6 +34,7 @@ from areal_hpc.messages import (
     RestoreGroups,
     Samples,
     SaveGroups,
+    Scored,
     ShipSamples,
     Stop,
     Trained,
@@ -42,6 +43,8 @@ from areal_hpc.messages import (
 from areal_hpc.mpi_start import say_ready
 from areal_hpc.preflight import CONTROLLER, RunClock, check_pulse, unusable
 from areal_hpc.reporting import Reporter
+from areal_hpc.rewards.backlog import Backlog
+from areal_hpc.rewards.remote import RemoteRewards
 from areal_hpc.rollout_state import Group, SavedGroup, snapshot
 from areal_hpc.seeds import sample_seed
 from areal_hpc.shipment import join
@@ -71,10 +74,11 @@ class Rollout:
         self.heard_s = time.monotonic()
         self.pulse_s = math.inf
         self.num_restarts_told = 0
-        self.stopped = False
+        self.backlog = Backlog(config.max_pending, lambda text: self.reporter.event("reward_backlog", text))
+        self.stopped = self.healthy_end = False
 
-    def run(self) -> None:
-        """Generate until told to stop.
+    def run(self) -> bool:
+        """Generate until told to stop; True after a healthy end.
 
         Raises:
             RunError: DEADLINE when a weight update does not arrive completely in time, or the controller is silent;
@@ -100,6 +104,7 @@ class Rollout:
                 reason = f"rollout rank {self.world.rank} heard nothing from the controller for {silence_s:.0f} s"
                 raise RunError(Exit.DEADLINE, reason)
             pause.sleep()
+        return self.healthy_end
 
     # ------------------------------------------------------------------------------------------------ decoding
     def decode(self) -> bool:
@@ -122,16 +127,24 @@ class Rollout:
         if group is None:
             return
         group.completions[done.key[1]] = done
-        self.submit_reward(group.header, done)
+        self.submit_reward(group, done)
 
-    def submit_reward(self, header: AdmitGroup, done: Completion) -> None:
-        self.rewards.submit(done.key, header.prompt, self.compute.decode(done.tokens), header.metadata)
+    def submit_reward(self, group: Group, done: Completion) -> None:
+        header = group.header
+        facts = {
+            "num_tokens": len(done.tokens),
+            "max_new_tokens": self.config.rollout.max_new_tokens,
+            "prompt_tokens": len(group.prompt),
+            "truncated": done.finish == "length",
+            "purpose": header.purpose,
+        }
+        self.rewards.submit(done.key, header.prompt, self.compute.decode(done.tokens), header.metadata, facts)
 
     def take_rewards(self) -> bool:
         results = self.rewards.poll()
         if self.rewards.num_restarts > self.num_restarts_told:
             self.num_restarts_told = self.rewards.num_restarts
-            self.reporter.event("reward_worker_replaced", f"{self.num_restarts_told} replaced so far on this rank")
+            self.reporter.event("reward_process_replaced", f"{self.num_restarts_told} replaced so far on this rank")
         for result in results:
             group = self.groups.get(result.key[0])
             if group is None:
@@ -153,7 +166,10 @@ class Rollout:
             del self.groups[header.group_id]
 
     def grant_credits(self) -> None:
-        """Tell the controller about free places as soon as they suffice for a group, or nothing else runs."""
+        """Tell the controller about free places as soon as they suffice for a group, or nothing else runs; not while
+        too many answers wait for their reward."""
+        if self.backlog.holds(self.rewards.num_pending):
+            return
         if self.credits_to_grant >= self.config.trainer.group_size or (
             self.credits_to_grant and not self.engine.num_running
         ):
@@ -236,15 +252,17 @@ class Rollout:
                 self.save(step, Path(path))
             case RestoreGroups(path):
                 self.restore(Path(path), arrays["group_id"].tolist())
+            case Scored() as scored if isinstance(self.rewards, RemoteRewards):
+                self.rewards.arrived(scored)
             case LoadWeights(version):
                 self.versions_to_load.append(version)
             case Regroup(generation):
                 self.regroup(generation, arrays["rank"].tolist())
             case Pulse():
                 self.pulse_s = time.monotonic()
-            case Stop():
-                self.world.whole &= received.message.whole
-                self.stopped = True
+            case Stop(_, healthy, whole):
+                self.world.whole &= whole
+                self.stopped, self.healthy_end = True, healthy
             case _:
                 raise unusable(self.world, self.config, received)
 
@@ -268,7 +286,7 @@ class Rollout:
         self.engine.submit([self.request(group, sample, saved.begun.get(sample, NOT_BEGUN)) for sample in unfinished])
         for sample, done in group.completions.items():
             if sample not in group.rewards:
-                self.submit_reward(header, done)
+                self.submit_reward(group, done)
         if group.is_complete:
             self.announce(group)
 
@@ -289,9 +307,9 @@ class Rollout:
         for group_id, sample, trainer in zip(group_ids.tolist(), samples.tolist(), trainers.tolist(), strict=True):
             by_rank[trainer].append((group_id, sample))
         for trainer, keys in by_rank.items():
-            fault("rollout.ship", self.world.rank)
             arrays = join([self.groups[group_id].trajectory(sample) for group_id, sample in keys])
             self.world.post(trainer, Samples(header.step), arrays)
+            fault("rollout.ship", self.world.rank)
             if header.also_log:
                 self.world.post(CONTROLLER, Samples(header.step), arrays)
 

@@ -18,11 +18,13 @@ from areal_hpc.checkpoint import Checkpoints, FileRecord, Found, write_arrays, w
 from areal_hpc.comm import World
 from areal_hpc.config import Config
 from areal_hpc.exits import Exit, RunError
+from areal_hpc.faults import fault
 from areal_hpc.messages import AdmitGroup, GroupsSaved, SaveFailed, SaveGroups, SaveTrainer, TrainerSaved
 from areal_hpc.preflight import rollout_ranks, trainer_ranks
 from areal_hpc.rollout_state import SavedGroup, pack_groups
 
 STATE = "controller.json"
+TRAINER_STATE = "trainer.safetensors"
 MAX_FAILED = 2
 
 
@@ -209,6 +211,7 @@ class Saver:
             raise RunError(
                 Exit.FAILED, "another attempt has taken over the run directory; this one must not write there"
             )
+        fault("controller.commit", self.world.rank)
         try:
             path = self.checkpoints.commit(pending.step, pending.path, pending.records, pending.facts)
             self.checkpoints.prune()

@@ -6,19 +6,21 @@ from collections.abc import Iterator
 
 from areal_hpc.config import ComponentConfig, Config
 from areal_hpc.config.rules import Problem, rule
-from areal_hpc.jobspec import merged
+from areal_hpc.jobspec import merged, without_gpus
 
 PER_STEP = {"nodes", "ranks_per_node", "cpus_per_task"}
 """What the components of one allocation may differ in."""
 
 
 def _components(c: Config) -> Iterator[tuple[str, int, ComponentConfig]]:
-    """(Name, ranks that need a place, settings) of the components that hold trainers and rollouts."""
+    """(Name, ranks that need a place, settings) of all components but a head."""
     yield "trainer", c.trainer.ranks, merged(c.slurm.common, c.slurm.trainer)
     yield "rollout", c.rollout.ranks, merged(c.slurm.common, c.slurm.rollout)
+    if c.reward.ranks:
+        yield "reward", c.reward.ranks, merged(without_gpus(c.slurm.common), c.slurm.reward)
 
 
-@rule("slurm", "trainer.ranks", "rollout.ranks")
+@rule("slurm", "trainer.ranks", "rollout.ranks", "reward.ranks")
 def ranks_fill_nodes(c: Config) -> Iterator[Problem]:
     for name, ranks, settings in _components(c):
         nodes, per_node, where = settings.nodes, settings.ranks_per_node, f"slurm.{name}.nodes"
@@ -32,7 +34,13 @@ def ranks_fill_nodes(c: Config) -> Iterator[Problem]:
             )
 
 
-@rule("slurm", "trainer.ranks", "rollout.ranks")
+@rule("slurm", "reward.ranks")
+def reward_nodes_are_used(c: Config) -> Iterator[Problem]:
+    if c.slurm.reward.model_fields_set and not c.reward.ranks:
+        yield Problem("slurm.reward", "has no effect, reward.ranks is 0: rollout ranks score", fatal=False)
+
+
+@rule("slurm", "trainer.ranks", "rollout.ranks", "reward.ranks")
 def one_gpu_one_rank(c: Config) -> Iterator[Problem]:
     for name, ranks, settings in _components(c):
         gpus = settings.gpus_per_node
@@ -52,7 +60,7 @@ def one_allocation_has_one_kind_of_node(c: Config) -> Iterator[Problem]:
         return
     if slurm.head is not None:
         yield Problem("slurm.head", "needs shape het: one allocation has one kind of node", "delete it")
-    for name, settings in (("trainer", slurm.trainer), ("rollout", slurm.rollout)):
+    for name, settings in (("trainer", slurm.trainer), ("rollout", slurm.rollout), ("reward", slurm.reward)):
         own = [key for key, value in settings if value not in (None, ()) and key not in PER_STEP]
         for key in own:
             yield Problem(

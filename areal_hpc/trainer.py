@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,12 +44,11 @@ from areal_hpc.messages import (
 from areal_hpc.preflight import CONTROLLER, RunClock, check_pulse, unusable
 from areal_hpc.reporting import Reporter
 from areal_hpc.rundir import RunDir
+from areal_hpc.saver import TRAINER_STATE
 from areal_hpc.shipment import join, split
 from areal_hpc.survival_messages import PeerLost, Pulse, RecallBatches, Regroup, WeightsTorn
 from areal_hpc.trajectory import Key, Trajectory
 from areal_hpc.waiting import Backoff, Stopwatch
-
-STATE = "trainer.safetensors"
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ class Trainer:
         self.version, self.step = 0, 0
         self.saving: Saving | None = None
         if welcome is not None and welcome.resume:
-            self.learner.load_state(compute.read_state(Path(welcome.resume) / STATE))
+            self.learner.load_state(compute.read_state(Path(welcome.resume) / TRAINER_STATE))
             self.version = welcome.version
         self.announced: list[Announced] = []
         self.samples: dict[Key, Trajectory] = {}
@@ -129,11 +129,11 @@ class Trainer:
         self.leaving: SaveTrainer | None = None
         self.may_leave = True
         self.pulse_s = math.inf
-        self.stopped = False
+        self.stopped = self.healthy_end = False
 
     # ------------------------------------------------------------------------------------------------ the loop
-    def run(self) -> None:
-        """Train until told to stop, or to save and wait for the end.
+    def run(self) -> bool:
+        """Train until told to stop, or to save and wait for the end; True after a healthy end.
 
         Raises:
             RunError: DEADLINE when a batch or its samples do not come in time.
@@ -146,6 +146,7 @@ class Trainer:
         except LeaveStep as leave:
             self.begin_saving(max(leave.order.step, self.step), leave.order.path)
             self.wait_for(lambda: False, "idle", self.config.deadlines.silence_s, "the end of the run")
+        return self.healthy_end
 
     def train(self) -> None:
         """Step after step."""
@@ -204,9 +205,10 @@ class Trainer:
             group_norm=settings.group_norm,
             batch_norm=settings.batch_norm,
         )
-        return self.learner.train(
-            Batch(trajectories, values, batch.header.micro_batches, batch.header.minibatch_tokens)
-        )
+        shares = Batch(trajectories, values, batch.header.micro_batches, batch.header.minibatch_tokens)
+        result = self.learner.train(shares)
+        fault("trainer.updated", self.world.rank)
+        return result
 
     # ------------------------------------------------------------------------------------------ weights, files
     def publish(self) -> None:
@@ -223,6 +225,7 @@ class Trainer:
                     self.sender.publish(self.version, self.compute.weights())
             if self.torn:
                 self.sender.hold(self.version, self.compute.weights())
+            fault("trainer.publish", self.world.rank)
 
     def weights_have_left(self) -> bool:
         """No broadcast is under way, or none can be."""
@@ -263,11 +266,16 @@ class Trainer:
         watch = Stopwatch()
         state = self.learner.state()
         watch.lap("copy_s")
-        path = Path(directory) / STATE
+        path = Path(directory) / TRAINER_STATE
         writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        written = writer.submit(timed, lambda: self.compute.write_state(path, state))
+        written = writer.submit(timed, lambda: self.write_state(path, state))
         writer.shutdown(wait=False)
         self.saving = Saving(step, watch.finish()["copy_s"], written)
+
+    def write_state(self, path: Path, state: Mapping[str, Any]) -> FileRecord:
+        record = self.compute.write_state(path, state)
+        fault("trainer.saved", self.world.rank)
+        return record
 
     def report_saved(self) -> None:
         """Tell the controller, once, that the state is written, or why it is not."""
@@ -349,9 +357,9 @@ class Trainer:
                 self.leaving = order
                 if self.may_leave:
                     raise LeaveStep(order)
-            case Stop():
-                self.world.whole &= received.message.whole
-                self.stopped = True
+            case Stop(_, healthy, whole):
+                self.world.whole &= whole
+                self.stopped, self.healthy_end = True, healthy
             case _:
                 raise unusable(self.world, self.config, received)
 

@@ -2,14 +2,68 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 from tests import tiny
+from tests.faults import Recovery
+
+COSTS = pytest.StashKey[Recovery]()
 
 
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory) -> Path:
     """Model, tokenizer and data of tests/tiny.py."""
     return tiny.make(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def recovered(request):
+    """Takes what a fault cost (`faults.Recovery`), for the table at the end."""
+
+    def take(cost: Recovery) -> None:
+        request.node.stash[COSTS] = cost
+
+    return take
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call):
+    report = (yield).get_result()
+    marker = item.get_closest_marker("fault")
+    if marker and (report.when == "call" or not report.passed):
+        case = item.callspec.id if hasattr(item, "callspec") else ""
+        report.fault = (marker.kwargs["row"], marker.args[0], case, item.stash.get(COSTS, None))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The table of faults: what was broken, whether the promise was kept, and what it cost."""
+    reports = [
+        (*report.fault, report.outcome)
+        for end in ("passed", "failed", "error", "skipped")
+        for report in terminalreporter.getreports(end)
+        if hasattr(report, "fault")
+    ]
+    if not reports:
+        return
+    terminalreporter.section("faults")
+    terminalreporter.write_line(f"{'row':>3}  {'fault':<72} {'result':<8} {'recovery':>9}  trained again")
+    for line in sorted(fault_lines(reports)):
+        terminalreporter.write_line(line)
+
+
+def fault_lines(reports):
+    """One line per fault with a cost, one per kind of fault without."""
+    alike = defaultdict(list)
+    for row, what, case, cost, outcome in reports:
+        if cost is None:
+            alike[row, what].append(outcome)
+            continue
+        spent = f"{cost.seconds:>7.1f} s  {cost.steps} steps, {cost.tokens} tokens"
+        yield f"{row:>3}  {what + (f' ({case})' if case else ''):<72} {outcome:<8} {spent}"
+    for (row, what), outcomes in alike.items():
+        cases = f" ({len(outcomes)} cases)" if len(outcomes) > 1 else ""
+        worst = next((outcome for outcome in ("failed", "error", "skipped") if outcome in outcomes), "passed")
+        yield f"{row:>3}  {what + cases:<72} {worst}"

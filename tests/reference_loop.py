@@ -6,8 +6,6 @@ in minibatches (packing.plan's documented permutation).
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 
@@ -41,7 +39,9 @@ def reference_losses(config: dict) -> list[dict[str, float]]:
     """Loss, reward, response tokens and largest gradient norm of every step of a synchronous run."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from areal_hpc.datasets import PromptSource, read_prompts
+    from areal_hpc.config import DataConfig
+    from areal_hpc.data import PromptSource
+    from areal_hpc.data.reading import read_prompts
 
     trainer, path = config["trainer"], config["model"]["path"]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -49,7 +49,8 @@ def reference_losses(config: dict) -> list[dict[str, float]]:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=trainer["optimizer"]["lr"], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
     )
-    prompts = read_prompts(Path(config["data"]["train"]), prompt_field="prompt", id_field="id")
+    data = DataConfig.model_validate(config["data"])
+    prompts = read_prompts(data.train_sources[0], data).prompts
     source = PromptSource(prompts, seed=config["seed"], shuffle=True, epochs=None)
     history, group_id = [], 0
     for step in range(1, config["steps"] + 1):

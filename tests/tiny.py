@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 LETTERS = "abcdefgh"
@@ -49,3 +53,21 @@ def reward(prompt: str, completion: str, metadata: dict) -> tuple[float, str]:
     """Right if the answer has more letters of the first half of the alphabet than of the second."""
     first = sum(letter in LETTERS[:4] for letter in completion)
     return (5.0, "correct") if 2 * first > len(completion) else (-5.0, "wrong")
+
+
+slept: list[float] = []
+
+
+def slow_at_first(prompt: str, completion: str, metadata: dict, *, seconds: float) -> tuple[float, str]:
+    """The same, but every process takes `seconds` for its first answer."""
+    if not slept:
+        slept.append(seconds)
+        time.sleep(seconds)
+    return reward(prompt, completion, metadata)
+
+
+def killed_once(prompt: str, completion: str, metadata: dict, *, mark: str) -> tuple[float, str]:
+    """The same, but the first process that comes here is killed, as by the kernel when memory ends."""
+    with contextlib.suppress(FileExistsError), open(mark, "x"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return reward(prompt, completion, metadata)

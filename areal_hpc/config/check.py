@@ -7,6 +7,7 @@ Importing this module needs neither torch nor MPI nor h5py.
 from __future__ import annotations
 
 import datetime
+import difflib
 import json
 import math
 import textwrap
@@ -20,9 +21,19 @@ from pydantic import ValidationError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from areal_hpc import slurmrules  # noqa: F401 - its rules join those of rules.py
-from areal_hpc.config import Config
+from areal_hpc.config import Config, datarules  # noqa: F401 - so do its
 from areal_hpc.config.rules import Problem, broken_rules
-from areal_hpc.config.schema import Setting, list_members, members, nearest, required_under, settings
+from areal_hpc.config.schema import (
+    Setting,
+    in_list,
+    items_of,
+    list_members,
+    members,
+    nearest,
+    required_under,
+    settings,
+    without_item,
+)
 from areal_hpc.exits import Exit, RunError
 
 Places = dict[str, tuple[float, str]]
@@ -72,7 +83,8 @@ def check_config(path: Path, overrides: Sequence[str] = (), files_are_elsewhere:
     document = read_file(path)
     problems = document.problems
     problems += _override(document, overrides)
-    problems += _add_site(document)
+    for setting in ("preset", "slurm.site"):
+        problems += _lay_under(document, setting)
     config, malformed = _validate(document.data)
     problems += malformed
     if config is not None:
@@ -133,8 +145,10 @@ def _survey(node: Node, path: tuple[str, ...], document: _Document, seen: set[in
         return
     seen.add(id(node))
     if isinstance(node, SequenceNode):
-        for item in node.value:
-            _survey(item, (*path, "-"), document, seen)
+        for i, item in enumerate(node.value):
+            inside, line = (*path[:-1], f"{path[-1] if path else ''}[{i}]"), item.start_mark.line + 1
+            document.places[".".join(inside)] = (line, f"line {line}")
+            _survey(item, inside, document, seen)
     if not isinstance(node, MappingNode):
         return
     first: dict[str, int] = {}
@@ -212,21 +226,22 @@ def _put(data: dict[str, Any], parts: list[str], value: Any) -> None:
     data[leaf] = value
 
 
-# --------------------------------------------------------------------------------------------------------- site
-def _add_site(document: _Document) -> list[Problem]:
-    """Lay the settings of the file that `slurm.site` names under the data; returns what is wrong with that file."""
-    slurm = document.data.get("slurm")
-    name = slurm.get("site") if isinstance(slurm, dict) else None
+# ------------------------------------------------------------------------------------------------ preset and site
+def _lay_under(document: _Document, setting: str) -> list[Problem]:
+    """Lay the settings of the file that `setting` names under the data; returns what is wrong with that file."""
+    name: Any = document.data
+    for part in setting.split("."):
+        name = name.get(part) if isinstance(name, dict) else None
     if not isinstance(name, str) or not name.strip() or not name.isprintable():
         return []  # _validate says so
     try:
-        site = read_file(Path(name))
+        below = read_file(Path(name))
     except ConfigErrors as errors:
-        return [Problem("slurm.site", str(problem)) for problem in errors.problems]
-    document.data = _laid_under(site.data, document.data)
-    for setting, (line, words) in site.places.items():
-        document.places.setdefault(setting, (line, f"{name} {words}"))
-    return site.problems
+        return [Problem(setting, str(problem)) for problem in errors.problems]
+    document.data = _laid_under(below.data, document.data)
+    for known, (line, words) in below.places.items():
+        document.places.setdefault(known, (line, f"{name} {words}"))
+    return below.problems
 
 
 def _laid_under(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -245,7 +260,7 @@ def _validate(data: dict[str, Any]) -> tuple[Config | None, list[Problem]]:
     except ValidationError as error:
         found = dict(_translate(error))
     try:
-        config = Config.model_validate(_repaired(data, set(found)))
+        config = Config.model_validate(_repaired(data, {without_item(path) for path in found}))
     except ValidationError:  # pragma: no cover - a part that cannot be cut out; its problem is reported all the same
         config = None
     return config, list(found.values())
@@ -267,8 +282,10 @@ def _repaired(data: dict[str, Any], broken: set[tuple[str, ...]], path: tuple[st
 def _translate(error: ValidationError) -> Iterator[tuple[tuple[str, ...], Problem]]:
     """(Path in the data, problem) of everything pydantic found; a field that has several errors counts once."""
     for entry in error.errors(include_url=False, include_context=False):
-        loc = tuple(str(part) for part in entry["loc"])
-        if entry["type"] in ("extra_forbidden", "invalid_key"):
+        loc, item = in_list(entry["loc"])
+        if item is not None:
+            yield loc, _about_item(loc, item, entry)
+        elif entry["type"] in ("extra_forbidden", "invalid_key"):
             yield loc, _unknown(loc)
         elif entry["type"] == "missing":
             for leaf in required_under(".".join(loc)):
@@ -279,6 +296,20 @@ def _translate(error: ValidationError) -> Iterator[tuple[tuple[str, ...], Proble
             setting = settings()[".".join(loc)]
             value = entry["input"]
             yield loc, Problem(setting.name, f"{setting.must_be}, got {shown(value)}", _advice(setting, value))
+
+
+def _about_item(path: tuple[str, ...], setting: Setting, entry: Any) -> Problem:
+    where, value = ".".join(path), entry["input"]
+    if entry["type"] == "extra_forbidden":
+        known = items_of(setting.name)
+        near = difflib.get_close_matches(path[-1], known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"legal are {', '.join(known)}"
+        return Problem(where, "unknown setting", hint)
+    if entry["type"] == "missing":
+        return Problem(where, "is missing", setting.doc)
+    if path[-1].endswith("]"):
+        return Problem(where, f"must be a mapping of settings, got {shown(value)}", "give at least its path")
+    return Problem(where, f"{setting.must_be}, got {shown(value)}", _advice(setting, value))
 
 
 def _unstorable(config: Config) -> Iterator[Problem]:
@@ -308,6 +339,10 @@ def _unknown(loc: tuple[str, ...]) -> Problem:
 def _advice(setting: Setting, value: Any) -> str:
     if value is None and setting.is_section:
         return "indent its settings under it, or delete the line"
+    if isinstance(value, dict) and items_of(setting.name):
+        return "put a dash before it, it is the first of a list"
+    if isinstance(value, list) and items_of(setting.name):
+        return "name at least one source"
     if value is None and setting.default is not None:
         return f"delete the line for the default, {setting.default}"
     if isinstance(value, float) and math.isinf(value) and " inf" in setting.legal:
@@ -348,5 +383,6 @@ def _position(where: str, places: Places) -> tuple[float, float]:
     name = where
     while name and name not in places:
         name = name.rpartition(".")[0]
-    order = list(settings()).index(where) if where in settings() else math.inf
+    setting = where.partition("[")[0]
+    order = list(settings()).index(setting) if setting in settings() else math.inf
     return places.get(name, (math.inf, ""))[0], order

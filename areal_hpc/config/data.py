@@ -1,10 +1,13 @@
-"""What is learnt: the model, its prompts, how answers are judged."""
+"""What is learnt: the model, its prompts, how it is measured."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from areal_hpc.config.types import Count, Seconds, Section, Text, Unit
+from pydantic import Field
+
+from areal_hpc.config.sources import ChatConfig, OptionalSources, SourceConfig, Sources
+from areal_hpc.config.types import Count, Section, Text, Unit, Whole
 
 
 class ModelConfig(Section):
@@ -22,10 +25,10 @@ class PrepareConfig(Section):
 
 
 class DataConfig(Section):
-    train: Text
-    """JSONL file of training prompts; each line an object with at least the prompt field."""
-    heldout: Text | None = None
-    """JSONL file of prompts for evaluation, never trained on."""
+    train: Sources
+    """Training prompts: path of a file whose rows have at least the prompt field, or a list of sources with weights."""
+    heldout: OptionalSources = None
+    """Prompts for evaluation, never trained on: a path, or a list of named sets that are measured one by one."""
     prompt_field: Text = "prompt"
     """Key of the prompt text in a line."""
     id_field: Text = "id"
@@ -33,16 +36,28 @@ class DataConfig(Section):
     shuffle: bool = True
     """Draw prompts in an order that depends on the seed and the epoch, instead of file order."""
     epochs: Annotated[Count, Unit("passes over the file")] | None = None
-    """End of the run when the file has been read this often; null: repeat until the last step."""
+    """End of the run when a source is due that has been read this often; null: repeat until the last step."""
+    max_bad_lines: Annotated[Whole, Field(ge=0), Unit("lines of a source")] = 0
+    """Lines that may be unusable: they are logged, counted and left out; one more ends the run."""
+    max_line_bytes: Annotated[Count, Unit("bytes")] = 32 * 1024 * 1024
+    """Longest line of a JSONL file; a longer one is unusable."""
+    chat: ChatConfig = ChatConfig()
+    """How a prompt is put to the model; the reward function sees the prompt without all that."""
+
+    @property
+    def train_sources(self) -> tuple[SourceConfig, ...]:
+        return _sources(self.train, "train")
+
+    @property
+    def heldout_sources(self) -> tuple[SourceConfig, ...]:
+        return _sources(self.heldout, "heldout")
 
 
-class RewardConfig(Section):
-    function: Text
-    """`package.module:function` or `/path/file.py:function` of (prompt, completion, metadata) -> reward."""
-    workers: Annotated[Count, Unit("processes per rollout rank")] = 1
-    """Processes in which answers are scored."""
-    timeout_s: Seconds = 10.0
-    """Longest time for one answer, counted from the start of its scoring."""
+def _sources(value: str | tuple[SourceConfig, ...] | None, name: str) -> tuple[SourceConfig, ...]:
+    """A path alone is one source of the plain layout."""
+    if isinstance(value, str):
+        return (SourceConfig(path=value, name=name),)
+    return value or ()
 
 
 class EvaluationConfig(Section):

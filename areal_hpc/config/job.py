@@ -25,7 +25,7 @@ class ComponentConfig(Section):
     nodes: Annotated[Count, Unit("nodes")] | None = None
     """Number of nodes; null: as many as its ranks need at ranks_per_node."""
     ranks_per_node: Annotated[Count, Unit("MPI ranks")] | None = None
-    """Trainer or rollout ranks on one node; null: one per GPU, or all on one node without GPUs."""
+    """Trainer, rollout or reward ranks on one node; null: one per GPU, or all on one node without GPUs."""
     gpus_per_node: Annotated[Whole, Field(ge=0), Unit("GPUs")] | None = None
     """GPUs of each node; null or 0: none."""
     cpus_per_task: Annotated[Count, Unit("CPUs")] | None = None
@@ -63,5 +63,7 @@ class SlurmConfig(Section):
     """Nodes of the trainer ranks, and of the controller unless there is a head."""
     rollout: ComponentConfig = ComponentConfig()
     """Nodes of the rollout ranks."""
+    reward: ComponentConfig = ComponentConfig()
+    """Nodes of the reward ranks, if reward.ranks asks for any; common.gpus_per_node does not hold for them."""
     head: ComponentConfig | None = None
     """A component of its own for the controller, on a CPU partition say; null: beside the first trainers."""

@@ -47,6 +47,8 @@ class StalenessConfig(Section):
 
 class FilterConfig(Section):
     min_success: Fraction = 0.0
-    """A group with a smaller share of correct answers is rejected and replaced."""
+    """A group with a smaller share of correct answers is rejected."""
     max_success: Fraction = 1.0
-    """A group with a larger share of correct answers is rejected and replaced."""
+    """A group with a larger share of correct answers is rejected."""
+    refill: bool = True
+    """Another prompt takes the place of a rejected group; false: the place stays empty and the batch is smaller."""

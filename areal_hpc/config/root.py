@@ -13,8 +13,9 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import Field
 
-from areal_hpc.config.data import DataConfig, EvaluationConfig, ModelConfig, PrepareConfig, RewardConfig
+from areal_hpc.config.data import DataConfig, EvaluationConfig, ModelConfig, PrepareConfig
 from areal_hpc.config.job import SlurmConfig
+from areal_hpc.config.reward import RewardConfig
 from areal_hpc.config.rollout import FilterConfig, RolloutConfig, StalenessConfig
 from areal_hpc.config.running import CheckpointConfig, DeadlinesConfig, LogConfig, SurviveConfig, WeightsConfig
 from areal_hpc.config.simulation import SimulationConfig
@@ -35,6 +36,8 @@ class Config(Section):
     """Batches to train on; the run ends with this policy version."""
     mode: Literal["async", "overlap", "sync"] = "async"
     """async: as configured; overlap: max_staleness 1 in strict order, without interruption; sync: max_staleness 0."""
+    preset: Text | None = None
+    """YAML file of settings, for instance configs/presets/areal.yaml; they count where this file says nothing."""
     model: ModelConfig
     """The policy."""
     prepare: PrepareConfig | None = None
@@ -70,12 +73,27 @@ class Config(Section):
 
     @property
     def world_size(self) -> int:
-        """Controller, trainers, rollouts, in this rank order."""
-        return 1 + self.trainer.ranks + self.rollout.ranks
+        """Controller, trainers, rollouts, reward ranks, in this rank order."""
+        return 1 + self.trainer.ranks + self.rollout.ranks + self.reward.ranks
+
+    @property
+    def ranks_in_words(self) -> str:
+        """For instance "1 controller + 2 trainer + 6 rollout"."""
+        counts = {"controller": 1, "trainer": self.trainer.ranks, "rollout": self.rollout.ranks}
+        counts |= {"reward": self.reward.ranks} if self.reward.ranks else {}
+        return " + ".join(f"{count} {role}" for role, count in counts.items())
+
+    @property
+    def max_pending(self) -> int:
+        """Answers of one rollout rank that may wait for their reward before it takes in no new prompts."""
+        return self.reward.max_pending or self.rollout.slots
 
     @property
     def num_expendable(self) -> int:
-        """How many rollout ranks may be lost, where MPI lets the others live."""
+        """How many rollout ranks may be lost, where MPI lets the others live. With reward ranks none: those would send
+        to a dead one, and MPICH crashes then (lifelines.py)."""
+        if self.reward.ranks:
+            return 0
         return min(int(self.survive.lost_rollouts * self.rollout.ranks), self.rollout.ranks - 1)
 
     @property

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import ast
 import difflib
-import gzip
 import importlib.util
 import os
 import re
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from areal_hpc.config import Config
+
+OVERLONG = "areal_hpc.rewards.shaping:overlong_penalty"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def broken_rules(config: Config, already_wrong: set[str], files_are_elsewhere: b
     """
     problems: list[Problem] = []
     for concerns, function, files in RULES:
-        if not any(_overlap(path, wrong) for path in concerns for wrong in already_wrong):
+        if not any(_overlap(path, wrong.partition("[")[0]) for path in concerns for wrong in already_wrong):
             try:
                 found = list(function(config))
                 problems += [replace(p, fatal=False) for p in found] if files and files_are_elsewhere else found
@@ -178,7 +178,7 @@ def run_dir_can_be_made(c: Config) -> Iterator[Problem]:
 @rule("model.path", "prepare", "rollout.engine", files=True)
 def model_is_there(c: Config) -> Iterator[Problem]:
     path = Path(c.model.path)
-    if c.is_simulated or _prepared(c, path):
+    if c.is_simulated or is_prepared(c, path):
         return
     if not path.is_dir():
         yield Problem(
@@ -196,89 +196,33 @@ def model_is_there(c: Config) -> Iterator[Problem]:
         yield Problem("model.path", f"{path} is no Hugging Face model, it lacks {', '.join(missing)}")
 
 
-@rule("data.heldout", "data.train", "prepare", files=True)
-def heldout_is_there(c: Config) -> Iterator[Problem]:
-    if c.data.heldout is None:
-        return
-    heldout = Path(c.data.heldout)
-    if not heldout.is_file():
-        yield from _missing_file(c, "data.heldout", heldout)
-    elif heldout.resolve() == Path(c.data.train).resolve():
-        yield Problem("data.heldout", "is the training file, so it measures memory, not skill", fatal=False)
-
-
-@rule("data.prompt_field", "data.id_field")
-def fields_differ(c: Config) -> Iterator[Problem]:
-    if c.data.prompt_field == c.data.id_field:
-        yield Problem("data.id_field", f'must not be the prompt field too, got "{c.data.id_field}"')
-
-
-@rule("data.train", "prepare", files=True)
-def train_holds_prompts(c: Config) -> Iterator[Problem]:
-    path = Path(c.data.train)
-    if not path.is_file():
-        yield from _missing_file(c, "data.train", path)
-        return
-    try:
-        if _count_lines(path, at_most=1) == 0:
-            yield Problem("data.train", f"{path} holds no prompt")
-    except (OSError, EOFError, zlib.error) as error:
-        yield Problem("data.train", f"{path} cannot be read: {error}")
-
-
-@rule("trainer.batch_size", "steps", "data.train", "data.epochs", "prepare", files=True)
-def enough_prompts(c: Config) -> Iterator[Problem]:
-    path, batch, epochs = Path(c.data.train), c.trainer.batch_size, c.data.epochs
-    if epochs is None or not path.is_file():
-        return
-    try:
-        prompts = _count_lines(path)
-    except (OSError, EOFError, zlib.error):
-        return  # train_holds_prompts says so, unless only the end of the file is torn: the reader names that line
-    if prompts and batch > epochs * prompts:
-        yield Problem(
-            "trainer.batch_size",
-            f"no batch of {batch} prompts will ever be full: {path} holds {prompts}, data.epochs = {epochs}",
-            f"set trainer.batch_size to at most {epochs * prompts} or raise data.epochs",
-        )
-    elif prompts and c.steps * batch > epochs * prompts:
-        yield Problem(
-            "steps",
-            f"the run will end after at most {epochs * prompts // batch} of {c.steps} steps, data set exhausted: "
-            f"{epochs} x {prompts} prompts, {batch} per step",
-            fatal=False,
-        )
-
-
-def _prepared(c: Config, path: Path) -> bool:
+def is_prepared(c: Config, path: Path) -> bool:
     """`prepare` runs before the ranks start and makes what lies in its directory."""
     return c.prepare is not None and path.resolve().is_relative_to(Path(c.prepare.directory).resolve())
-
-
-def _missing_file(c: Config, where: str, path: Path) -> Iterator[Problem]:
-    if path.exists():
-        yield Problem(where, f"{path} is not a file")
-    elif not _prepared(c, path):
-        yield Problem(where, f"no such file: {path}", "give the path of a JSONL file, or let `prepare` make it")
-
-
-def _count_lines(path: Path, at_most: int | None = None) -> int:
-    """Lines that are not blank, of a plain or a gzip file; counting stops at `at_most`."""
-    with path.open("rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
-    count = 0
-    with gzip.open(path) if packed else path.open("rb") as lines:
-        for line in lines:
-            count += bool(line.strip())
-            if count == at_most:
-                break
-    return count
 
 
 # ---------------------------------------------------------------------------------------------------- functions
 @rule("reward.function", files=True)
 def reward_function_exists(c: Config) -> Iterator[Problem]:
     yield from _check_function("reward.function", c.reward.function)
+
+
+@rule("reward.functions", files=True)
+def further_functions_exist(c: Config) -> Iterator[Problem]:
+    for number, further in enumerate(c.reward.functions):
+        yield from _check_function(f"reward.functions[{number}]", further.function)
+
+
+@rule("reward.functions", "rollout.max_new_tokens")
+def overlong_cache_fits(c: Config) -> Iterator[Problem]:
+    for number, further in enumerate(c.reward.functions):
+        cache, most = further.kwargs.get("cache"), c.rollout.max_new_tokens
+        if further.function == OVERLONG and not (isinstance(cache, int) and 1 <= cache <= most):
+            yield Problem(
+                f"reward.functions[{number}].kwargs",
+                f"cache must be a whole number from 1 to rollout.max_new_tokens = {most} [tokens], got {cache}",
+                "the penalty grows over the last `cache` tokens, DAPO's are a fifth of them",
+            )
 
 
 @rule("prepare.function", files=True)

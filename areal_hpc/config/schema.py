@@ -73,6 +73,41 @@ def members(section: str) -> list[Setting]:
     return [setting for setting in settings().values() if setting.parent == section]
 
 
+@cache
+def items_of(name: str) -> dict[str, Setting]:
+    """By key, what an item of the list `name` holds; empty where the setting is no list of sections."""
+    hint: Any = Config
+    for part in name.split("."):
+        section = _section_in(hint)
+        hints = get_type_hints(section, include_extras=True) if section is not None else {}
+        hint = hints.get(part)
+    item = next(_items_in(hint), None)
+    return {setting.leaf: setting for setting in walk(item, f"{name}[].")} if item is not None else {}
+
+
+def in_list(loc: tuple[int | str, ...]) -> tuple[tuple[str, ...], Setting | None]:
+    """The path of an error; inside an item of a list as (..., "train[0]", "weight") with the setting that it is of."""
+    path = [str(part) for part in loc]
+    at = next((i for i, part in enumerate(loc) if isinstance(part, int)), None)
+    if at is None:
+        return tuple(path), None
+    above = path[:at]
+    while above and ".".join(above) not in settings():  # pydantic adds which arm of a union it tried
+        above.pop()
+    item = items_of(".".join(above))
+    if not item or not above:
+        return tuple(path), None
+    leaf = path[at + 1] if len(path) > at + 1 else ""
+    where = (*above[:-1], f"{above[-1]}[{path[at]}]", *([leaf] if leaf else []))
+    return where, item.get(leaf, settings()[".".join(above)])
+
+
+def without_item(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The path of the list, where a path leads into one of its items."""
+    at = next((i for i, part in enumerate(path) if part.endswith("]")), None)
+    return path if at is None else (*path[:at], path[at].partition("[")[0])
+
+
 def required_under(name: str) -> list[str]:
     """Dotted names that a file has to give when it gives `name`: the name itself, or what a section requires."""
     if not settings()[name].is_section:
@@ -87,13 +122,21 @@ def list_members(section: str) -> str:
 
 def explain() -> str:
     """Table of every setting: name, default, what it may hold, unit, and its documentation on a line below."""
+    known: set[tuple[str, ...]] = set()
     lines = ["name".ljust(34) + "default".ljust(15) + "what it may hold [unit]"]
     for s in settings().values():
         if s.is_section:
             lines += ["", f"{s.name}: {s.doc}"]
         else:
-            lines += [f"{s.name:<33} {_shown_default(s):<14} {s.legal} {s.unit}".rstrip(), f"    {s.doc}"]
+            lines += _explained(s)
+            if (keys := tuple(items := items_of(s.name))) and keys not in known:
+                lines += [line for item in items.values() for line in _explained(item)]
+            known.add(keys)
     return "\n".join(lines)
+
+
+def _explained(s: Setting) -> list[str]:
+    return [f"{s.name:<33} {_shown_default(s):<14} {s.legal} {s.unit}".rstrip(), f"    {s.doc}"]
 
 
 def nearest(name: str) -> list[str]:
@@ -150,6 +193,14 @@ def _is_union(hint: Any) -> bool:
 def _section_in(hint: Any) -> type[Section] | None:
     arms = get_args(hint) if _is_union(hint) else (hint,)
     return next((arm for arm in arms if isinstance(arm, type) and issubclass(arm, Section)), None)
+
+
+def _items_in(hint: Any) -> Iterator[type[Section]]:
+    """The section that a list in this hint is made of."""
+    if get_origin(hint) is tuple and (section := _section_in(get_args(hint)[0])) is not None:
+        yield section
+    for part in get_args(hint):
+        yield from _items_in(part)
 
 
 def _units(hint: Any) -> Iterator[str]:

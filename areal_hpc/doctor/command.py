@@ -59,11 +59,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 # --------------------------------------------------------------------------------------------------- the script
+def data_paths(config: Config) -> list[str]:
+    """Files and directories of prompts."""
+    sources = [*config.data.train_sources, *config.data.heldout_sources]
+    return [source.path for source in sources if source.generator is None]
+
+
 def plan_of(config: Config, patience_s: float) -> Plan:
     """What every rank is told."""
     model = None if config.is_simulated else str(Path(config.model.path).absolute())
     made = Path(config.prepare.directory).absolute() if config.prepare else None
-    data = [path for path in (config.data.train, config.data.heldout) if path]
+    data = data_paths(config)
 
     def there(path: str) -> bool:
         """`prepare` makes the others before a run."""
@@ -77,7 +83,13 @@ def plan_of(config: Config, patience_s: float) -> Plan:
         cwd=os.getcwd(),
         model=model if model and there(model) else None,
         data=tuple(str(Path(path).absolute()) for path in data if there(path)),
-        threads={"controller": 1, "trainer": config.trainer.threads, "rollout": config.rollout.threads},
+        threads={
+            "controller": 1,
+            "trainer": config.trainer.threads,
+            "rollout": config.rollout.threads,
+            "reward": config.reward.workers,
+        },
+        rewards=config.reward.ranks,
         interface=config.weights.interface,
         token=uuid.uuid4().hex[:12],
         patience_s=patience_s,
@@ -136,7 +148,7 @@ def inside(config: Config, spec: JobSpec, deadline_s: float, environ: Mapping[st
 def outside(config: Config, spec: JobSpec) -> int:
     """On a login node: what needs no allocation. Always CONFIG: the question itself stays open."""
     findings = about_slurm(config, library_of(render_script(spec)), ())
-    for what, path in (("model", config.model.path), ("data", config.data.train)):
+    for what, path in (("model", config.model.path), *(("data", path) for path in data_paths(config))):
         if not Path(path).exists() and not (config.is_simulated and what == "model"):
             findings.append(Finding("warn", "offline", f"{what} {path} is not here", "fetch it before the run starts"))
     screen = render("areal-hpc doctor: no allocation here; of this, a login node can tell", findings)

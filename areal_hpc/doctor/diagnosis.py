@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 from areal_hpc.codec import Message
+from areal_hpc.placement import COMPUTES_NOTHING
 from areal_hpc.slurmfacts import Finding, compact, library_name, spans
 
 SLOW_NAME_S = 1.0
@@ -28,7 +29,8 @@ class Plan:
         run_dir: absolute; here and below.
         model: directory that trainer and rollout ranks read; None for simulated compute.
         data: files that the controller reads.
-        threads: CPU threads of a rank by role.
+        threads: CPU threads of a rank by role; processes of a reward rank.
+        rewards: reward ranks.
         interface: network interface of the weight broadcast; None: the library chooses.
         token: what rank 0 writes into the run directory, and part of the file's name.
         patience_s: how long ranks wait for each other.
@@ -45,10 +47,11 @@ class Plan:
     interface: str | None
     token: str
     patience_s: float
+    rewards: int = 0
 
     @property
     def num_ranks(self) -> int:
-        return 1 + self.trainers + self.rollouts
+        return 1 + self.trainers + self.rollouts + self.rewards
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
@@ -147,6 +150,7 @@ def judge(plan: Plan, seen: Gathered) -> list[Finding]:
 def _world(plan: Plan, seen: Gathered) -> Iterator[Finding]:
     absent = sorted(set(range(plan.num_ranks)) - {report.rank for report in seen.reports})
     counted = f"1 controller + {plan.trainers} trainer + {plan.rollouts} rollout"
+    counted += f" + {plan.rewards} reward" if plan.rewards else ""
     if absent:
         text = f"{_ranks(absent)} of {plan.num_ranks} did not report to rank 0"
         yield Finding("bad", "world", text, "messages do not pass between their hosts and rank 0's: firewall, network?")
@@ -247,7 +251,7 @@ def _names(plan: Plan, seen: Gathered) -> Iterator[Finding]:
 
 
 def _gpus(plan: Plan, seen: Gathered) -> Iterator[Finding]:
-    computing = [report for report in seen.reports if report.role != "controller"]
+    computing = [report for report in seen.reports if report.role not in COMPUTES_NOTHING]
     troubled = [report for report in computing if report.gpu_trouble]
     if troubled:
         first = troubled[0]
@@ -283,8 +287,9 @@ def _cpus(plan: Plan, seen: Gathered) -> Iterator[Finding]:
     few = [r for r in seen.reports if len(r.cpus) < plan.threads.get(r.role, 1)]
     if few:
         r = few[0]
-        text = f"{_at(seen.reports, [r.rank for r in few])}: {len(r.cpus)} cores for {plan.threads[r.role]} threads"
-        yield Finding("warn", "cpu", text, f"set slurm.{r.component}.cpus_per_task, or lower {r.role}.threads")
+        what = "workers" if r.role == "reward" else "threads"
+        text = f"{_at(seen.reports, [r.rank for r in few])}: {len(r.cpus)} cores for {plan.threads[r.role]} {what}"
+        yield Finding("warn", "cpu", text, f"set slurm.{r.component}.cpus_per_task, or lower {r.role}.{what}")
     unbound: list[str] = []
     crowded: list[str] = []
     for host in {r.host for r in seen.reports}:

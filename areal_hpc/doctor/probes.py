@@ -25,7 +25,9 @@ T = TypeVar("T")
 
 
 def role_of(rank: int, plan: Plan) -> str:
-    """World order: controller, trainers, rollouts."""
+    """World order: controller, trainers, rollouts, reward ranks."""
+    if rank > plan.trainers + plan.rollouts:
+        return "reward"
     return "controller" if rank == 0 else "trainer" if rank <= plan.trainers else "rollout"
 
 
@@ -36,7 +38,7 @@ def report_of(plan: Plan, rank: int, component: str, library: str, environ: Mapp
     address = within(NAMES_S, lambda: address_of(socket.gethostname()), "")
     address_s = time.monotonic() - began_s
     gpus, gpu, identity, trouble = _gpu(environ, role)
-    wanted = plan.data if role == "controller" else (plan.model,) if plan.model else ()
+    wanted = {"controller": plan.data, "reward": ()}.get(role, (plan.model,) if plan.model else ())
     return RankReport(
         rank=rank,
         host=socket.gethostname(),

@@ -1,6 +1,6 @@
 """What the doctor's srun starts instead of a run's ranks: each reports, and answers messages until rank 0 has seen all.
 
-    python -m areal_hpc.doctor.rank PLAN --component head|trainer|rollout
+    python -m areal_hpc.doctor.rank PLAN --component head|trainer|rollout|reward
     python -m areal_hpc.doctor.rank --library          (prints which MPI library mpi4py loads, starts nothing)
 
 Marked lines on stdout (marks.py) say how far each rank came, so that a world that never comes up is explained as

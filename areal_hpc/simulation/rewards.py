@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from areal_hpc.config import SimulationConfig
-from areal_hpc.rewards import RewardResult
+from areal_hpc.rewards import NO_FACTS, RewardResult
 from areal_hpc.seeds import sample_seed
 from areal_hpc.simulation.clock import Clock
 from areal_hpc.trajectory import Key
@@ -23,7 +24,13 @@ class SimulatedRewards:
         self._settings, self._clock, self._seed = settings, clock, seed
         self._pending: deque[tuple[float, Key]] = deque()
 
-    def submit(self, key: Key, prompt: str, completion: str, metadata: dict[Any, Any]) -> None:
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def submit(
+        self, key: Key, prompt: str, completion: str, metadata: dict[Any, Any], facts: Mapping[str, Any] = NO_FACTS
+    ) -> None:
         self._pending.append((self._clock.now() + self._settings.reward_s, key))
 
     def poll(self) -> list[RewardResult]:

@@ -46,10 +46,12 @@ def test_a_receiver_holds_no_more_than_its_limit():
     run(2, "held").check()
 
 
+@pytest.mark.fault("doubled and stale messages", row=28)
 def test_doubled_and_stale_messages_are_ignored_and_counted():
     assert run(2, "ignored").check().stdout.split("\n")[0] == "[0, 1, 2] 1 5"
 
 
+@pytest.mark.fault("damaged message", row=28)
 @pytest.mark.parametrize(
     ("how", "text"),
     [

@@ -10,7 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from areal_hpc import export
 from areal_hpc.exits import Exit
+from areal_hpc.models import load_model, named_weights
 from areal_hpc.runlog import RunLog
 from tests import runs
 from tests.runs import tiny_config, wait_until
@@ -62,6 +64,7 @@ def test_the_losses_are_those_of_a_run_that_never_stopped(tiny_dir, tmp_path):
     assert got.response_tokens.tolist() == expected.response_tokens.tolist()
 
 
+@pytest.mark.fault("walltime or preemption signal to one rank", row=8)
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGUSR2, 0), (signal.SIGUSR2, 2), (signal.SIGTERM, 1)])
 def test_a_warning_to_any_rank_saves_and_another_number_of_ranks_goes_on(tiny_dir, tmp_path, number, rank):
     sections = OFTEN | {"steps": 8, "checkpoint": {"every_s": None}}
@@ -78,6 +81,7 @@ def test_a_warning_to_any_rank_saves_and_another_number_of_ranks_goes_on(tiny_di
     assert runs.processes_of(second) == []
 
 
+@pytest.mark.fault("damaged checkpoint, whole run", row=14)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tiny_dir, tmp_path):
     config = tiny_config(tiny_dir, tmp_path / "run", **OFTEN | {"steps": 8})
     stop_at(config, 4, signal.SIGKILL)
@@ -93,8 +97,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tiny_dir, tmp
     assert any(newest.name in text for text in logs[1].events.text)
     assert logs[1].steps.step.iloc[0] == int(before.name.split("_")[1]) + 1
     assert_nothing_lost(logs, steps=8, batch=4, group=4)
+    assert export.main([str(tmp_path / "run"), str(tmp_path / "exported"), "--step", "8"]) == 0
+    trained, exported = (named_weights(load_model(tmp_path / name)) for name in ("run/model", "exported"))
+    assert trained.keys() == exported.keys() and all(trained[name].equal(exported[name]) for name in trained)
 
 
+@pytest.mark.fault("two starts in one run directory", row=23)
 def test_only_one_at_a_time_and_a_finished_run_is_not_repeated(tiny_dir, tmp_path):
     config = tiny_config(tiny_dir, tmp_path / "run", **OFTEN | {"steps": 6})
     process = runs.start(config)
@@ -112,6 +120,8 @@ def test_only_one_at_a_time_and_a_finished_run_is_not_repeated(tiny_dir, tmp_pat
     assert_nothing_lost(attempts(config, 1, 2), steps=8, batch=4, group=4)
 
 
+@pytest.mark.fault("rank stopped, real model", row=3)
+@pytest.mark.slow
 def test_a_silent_rank_is_noticed_and_the_next_attempt_goes_on(tiny_dir, tmp_path):
     """SIGSTOP: alive for the operating system, dead for the run."""
     deadlines = {"heartbeat_s": 4.0, "exit_s": 10.0}

@@ -189,3 +189,14 @@ def test_two_trainers_agree_about_a_bad_batch_and_evaluate(tmp_path):
     assert finished.summary["versions"] == 3
     assert finished.summary["pass1_before"] == finished.summary["pass1_after"] == 1.0
     assert len(list(finished.run_dir.glob("attempt_1/skipped_step_*.npz"))) == 2
+
+
+def test_reward_ranks_score_as_the_rollout_ranks_would(tmp_path):
+    finished = simulated(tmp_path, steps=3, reward={"ranks": 2})
+    log = finished.log()
+    assert log.ranks.role.tolist() == ["controller", "trainer", "rollout", "rollout", "reward", "reward"]
+    for row in log.trajectories.itertuples():
+        right = sample_seed(0, "reward", row.group_id, row.sample) < SimulationConfig().success * 2**63
+        assert row.reward == (5.0 if right else -5.0)
+    busy = log.activity[log.activity.kind == "score"]
+    assert set(busy["rank"]) == {4, 5}, "both take their part"

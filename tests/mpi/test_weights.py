@@ -60,10 +60,12 @@ def test_ranks(scenario: str):
     assert run(scenario) == [0, 0, 0]
 
 
+@pytest.mark.fault("weight update torn: sender killed", row=29)
 def test_sender_killed_after_half_the_buckets():
     assert run("torn") == [-signal.SIGKILL, 0, 0]
 
 
+@pytest.mark.fault("weight update torn: receiver killed", row=29)
 def test_receiver_killed_and_groups_rebuilt_without_it():
     assert run("lost_receiver") == [0, 0, -signal.SIGKILL]
 

@@ -61,6 +61,7 @@ def assert_whole(job: RunJob, steps: int, num_attempts: int) -> None:
     assert len(list(job.run_dir.glob("attempt_*"))) == num_attempts
 
 
+@pytest.mark.fault("walltime", row=8)
 def test_walltime(place, cluster):
     """One minute is too short: Slurm's warning saves the run, the job requeues itself and goes on."""
     path = simulated(place, slurm=HET | {"minutes": 1, "signal_s": 35})
@@ -76,6 +77,7 @@ def test_walltime(place, cluster):
     assert log.steps.step.iloc[0] == first["steps_done_after"] + 1
 
 
+@pytest.mark.fault("preemption", row=9)
 @pytest.mark.slow
 def test_preemption(place, cluster):
     """A job of the partition above takes the nodes away; the run saves itself and comes back."""
@@ -93,6 +95,7 @@ def test_preemption(place, cluster):
     assert RunLog(job.run_dir, 2).steps.step.iloc[0] == first["steps_done_after"] + 1
 
 
+@pytest.mark.fault("host lost", row=5)
 def test_a_lost_host(place, cluster):
     """A host of the rollout ranks dies; Slurm requeues the job, and the run goes on without that host."""
     slurm = HET | {"trainer": {"partition": "trainer"}, "rollout": {"partition": "rollout", "nodes": 2}}
@@ -110,6 +113,7 @@ def test_a_lost_host(place, cluster):
     assert resumed > 1  # the checkpoint was there before the host was lost
 
 
+@pytest.mark.fault("rank killed in a job", row=1)
 @pytest.mark.parametrize("rank", [pytest.param(1, id="trainer", marks=pytest.mark.slow), pytest.param(2, id="rollout")])
 def test_a_killed_rank(place, cluster, rank):
     """One that the run cannot do without: the whole step ends at once; the job puts itself back into the queue and goes
@@ -125,6 +129,7 @@ def test_a_killed_rank(place, cluster, rank):
     assert_whole(job, 40, 2)
 
 
+@pytest.mark.fault("the same failure at every start", row=10)
 @pytest.mark.slow
 def test_a_job_that_never_gets_anywhere_is_given_up(place, cluster):
     """The controller dies at its first batch, again and again: three attempts, then FAILED with all reasons."""

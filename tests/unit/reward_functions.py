@@ -178,3 +178,49 @@ def surroundings(*_: Any) -> int:
     with open("/proc/self/oom_score_adj") as file:
         assert file.read().strip() == "1000"
     return 1
+
+
+# Parameters of many kinds
+
+
+def all_facts(_p: str, _c: str, _m: dict, *, num_tokens, max_new_tokens, prompt_tokens, truncated, purpose):
+    wanted = (7, 10, 3, True, "train")
+    return (num_tokens, max_new_tokens, prompt_tokens, truncated, purpose) == wanted
+
+
+def some(_p: str, _c: str, _m: dict, num_tokens: int = -1, tolerance: float = 0.0, **rest: Any) -> float:
+    return num_tokens + tolerance + sum(rest.values())
+
+
+def needs_more(_p: str, _c: str, _m: dict, *, threshold: float) -> float:
+    return threshold
+
+
+def number(_p: str, completion: str, _m: dict) -> float:
+    return float(completion)
+
+
+def length(_p: str, completion: str, _m: dict) -> int:
+    return len(completion)
+
+
+# Batches
+
+
+def lengths(prompts: list, completions: list, metadata: list, *, num_tokens: list, calls: str) -> list:
+    """Length of each completion as its reward; notes the size of every call."""
+    note({"file": calls}, str(len(completions)))
+    assert len(prompts) == len(metadata) == len(num_tokens) == len(completions)
+    if "raise" in completions:
+        raise ValueError("cannot judge this")
+    if "die" in completions:
+        os._exit(9)
+    if "hang" in completions:
+        time.sleep(1000)
+    if "short" in completions:
+        return []
+    return [(len(completion), "wrong") if n else "none" for completion, n in zip(completions, num_tokens, strict=True)]
+
+
+def hungry(_p: str, _c: str, metadata: dict[str, Any]) -> int:
+    return len(bytearray(metadata["num_bytes"]))

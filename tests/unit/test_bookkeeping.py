@@ -79,7 +79,9 @@ def test_the_row_of_a_step():
     assert (row["prompt_tokens"], row["response_tokens"], row["consumed_tokens"]) == (4, 26, 30)
     assert (row["head_lag_max"], row["head_lag_mean"], row["tail_lag_max"], row["reward_mean"]) == (3, 3.0, 2, 0.0)
     assert row["loss"] == -0.25 and np.isnan(row["entropy"])
-    counters = dict.fromkeys(("time_s", "num_admitted", "num_consumed", "num_filtered", "log_s"), 0)
+    counters = dict.fromkeys(
+        ("time_s", "num_admitted", "num_consumed", "num_filtered", "num_empty_batches", "log_s"), 0
+    )
     STEPS.encode({name: [value] for name, value in (row | counters).items()})
 
 

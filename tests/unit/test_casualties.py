@@ -10,7 +10,7 @@ from areal_hpc.bookkeeping import GroupRecord
 from areal_hpc.casualties import SUSPECT_S, Casualties
 from areal_hpc.config import Config
 from areal_hpc.controller_state import ControllerState, Rules
-from areal_hpc.datasets import Prompt, PromptSource
+from areal_hpc.data import Prompt, PromptSource
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.instructions import CreditsGranted, GroupDone, Start
 from areal_hpc.messages import AdmitGroup, BeginStep, SamplesArrived, Stop
@@ -23,7 +23,7 @@ HEARTBEAT_S = 60.0
 class World:
     """One controller, two trainers (1, 2), four rollouts (3 .. 6)."""
 
-    rank, attempt = 0, 1
+    rank, attempt, size = 0, 1, 7
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, object]] = []

@@ -169,6 +169,7 @@ def test_payload_limit_holds_on_both_sides():
 
 
 # ----------------------------------------------------------------------------------------- refused when receiving
+@pytest.mark.fault("any byte of a message flipped", row=28)
 def test_flipping_any_byte_of_a_frame_is_noticed():
     frame = encode(Pair(1), PAIR).joined()
     for position in range(len(frame)):

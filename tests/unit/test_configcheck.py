@@ -208,7 +208,8 @@ def test_whatever_is_written_gives_one_short_line(value: str) -> None:
 def test_an_empty_file_lacks_what_is_required() -> None:
     assert errors("") == [
         "model.path: is missing; Directory of the model in Hugging Face layout (config, safetensors, tokenizer).",
-        "data.train: is missing; JSONL file of training prompts; each line an object with at least the prompt field.",
+        "data.train: is missing; Training prompts: path of a file whose rows have at least the prompt field, "
+        "or a list of sources with weights.",
         "reward.function: is missing; `package.module:function` or `/path/file.py:function` of "
         "(prompt, completion, metadata) -> reward.",
     ]
@@ -527,12 +528,14 @@ def test_a_damaged_gzip_file() -> None:
 
 # ---------------------------------------------------------------------------------------------- rules over files
 def test_missing_files_say_what_to_do() -> None:
-    found = errors(GOOD, ["model.path=Qwen/Qwen3-1.7B", "data.train=nowhere", "data.heldout=model"])
+    Path("empty").mkdir()
+    found = errors(GOOD, ["model.path=Qwen/Qwen3-1.7B", "data.train=nowhere", "data.heldout=empty"])
     assert found == [
         "model.path: no such directory: Qwen/Qwen3-1.7B; download the model beforehand where there is internet "
         "(`hf download NAME --local-dir DIR`), or let `prepare` make it (command line)",
-        "data.train: no such file: nowhere; give the path of a JSONL file, or let `prepare` make it (command line)",
-        "data.heldout: model is not a file (command line)",
+        "data.train: no such file: nowhere; give the path of a JSONL, JSON, Parquet or Arrow file or a directory of "
+        "them, or let `prepare` make it (command line)",
+        "data.heldout: empty holds no JSONL, JSON, Parquet or Arrow file (command line)",
     ]
 
 
@@ -650,6 +653,9 @@ run.yaml is fine
   length   40 steps = policy versions, or the end of data.epochs = 9
   warning  steps: the run will end after at most 2 of 40 steps, data set exhausted: 9 x 10 prompts, 32 per step
   warning  rollout.interrupt: true has no effect, mode sync does not interrupt
+  data     train: 10 prompts, layout plain
+           first prompt:
+             | p
 """,
         "",
     )

@@ -16,6 +16,7 @@ from areal_hpc.controller_state import (
     Compose,
     ControllerState,
     CreditsGranted,
+    EmptyBatch,
     Finish,
     GroupDone,
     GroupRefusedByRank,
@@ -189,6 +190,7 @@ def test_resume_goes_on_with_every_group_before_it_admits_another():
     done(state, 2)
     assert state.snapshot() == {  # the batch in training is not trained yet
         "step": 0, "version": 0, "next_id": 4, "prompts_used": 4, "left": {}, "group_ids": [0, 1, 2, 3],
+        "rejected": [], "empty_batches": 0,
     }  # fmt: skip
     again = ControllerState.resume(state.rules, state.snapshot(), validate=True)
     assert again.handle(CreditsGranted(7, 8)) == []
@@ -203,6 +205,65 @@ def test_waiting_for_names_what_blocks():
     state, _ = started({5: 1000}, min_success=0.5)
     done(state, 0, correct=0)
     assert state.waiting_for() == "version 0: 0 of 2 groups ready, 2 running, 0 batches with the trainers, 1 filtered"
+
+
+# ------------------------------------------------------------------------------------ smaller batches, no refill
+def test_without_refill_a_filtered_group_keeps_its_place_and_the_batch_is_smaller():
+    state, _ = started({5: 1000}, refill=False, min_success=0.05, max_success=0.95)
+    assert done(state, 0, correct=4) == [Leave(0, 5, "filtered")]  # and no Admit
+    assert state.outstanding() == {1: 5} and state.counted == 2
+    assert done(state, 1) == [Compose(1, (1,))]
+    assert state.handle(BatchTrained(skipped=False)) == [Announce(1), Admit(2, 5, 1), Admit(3, 5, 1)]
+    assert state.counted == 4 and state.left == {"filtered": 1} and not state.rejected
+
+
+def test_without_refill_places_are_taken_in_admission_order():
+    state, _ = started({5: 1000}, refill=False, max_staleness=1, min_success=0.1, batch_size=3)
+    done(state, 5)
+    done(state, 4, correct=0)
+    assert done(state, 1) == [Compose(1, (1, 5))]  # 1, 4 and 5 are the first three
+    assert done(state, 0, correct=0)[0] == Leave(0, 5, "filtered")
+    done(state, 2)
+    assert done(state, 3) == [Compose(2, (2, 3))]
+
+
+def test_a_batch_of_which_nothing_is_left_is_no_step_and_eta_0_goes_on():
+    state, _ = started({5: 1000}, refill=False, min_success=0.1)
+    done(state, 0, correct=0)
+    assert done(state, 1, correct=0) == [Leave(1, 5, "filtered"), EmptyBatch(2), Admit(2, 5, 0), Admit(3, 5, 0)]
+    assert (state.version, state.composed, state.counted, state.empty_batches) == (0, 0, 2, 1)
+    done(state, 2)
+    assert done(state, 3) == [Compose(1, (2, 3))]
+
+
+def test_a_skipped_batch_gives_up_the_places_of_its_filtered_groups_too():
+    state, _ = started({5: 1000}, refill=False, min_success=0.1)
+    done(state, 0, correct=0)
+    done(state, 1)
+    out = state.handle(BatchTrained(skipped=True))
+    assert out == [Leave(1, 5, "skipped"), Admit(2, 5, 0), Admit(3, 5, 0)]
+    assert state.counted == 2 and state.left == {"filtered": 1, "skipped": 1}
+
+
+def test_without_refill_the_places_of_filtered_groups_survive_an_attempt():
+    state, _ = started({5: 1000}, refill=False, max_staleness=1, min_success=0.1)
+    done(state, 0, correct=0)
+    assert done(state, 1)[0] == Compose(1, (1,))
+    done(state, 2, correct=0)
+    saved = json.loads(json.dumps(state.snapshot()))
+    assert (saved["group_ids"], saved["rejected"]) == ([1, 3], [0, 2])
+    again = ControllerState.resume(state.rules, saved, validate=True)
+    assert again.counted == 4
+    again.handle(CreditsGranted(7, 1000))
+    assert again.handle(Start()) == [EmptyBatch(2), Restore(1, 7), Restore(3, 7), Admit(4, 7, 0), Admit(5, 7, 0)]
+    done(again, 1)
+    assert done(again, 3) == [Compose(1, (1, 3))]
+
+
+def test_waiting_for_counts_the_empty_places():
+    state, _ = started({5: 1000}, refill=False, min_success=0.5)
+    done(state, 0, correct=0)
+    assert state.waiting_for().startswith("version 0: 1 of 2 groups ready (1 of them filtered), 1 running")
 
 
 # --------------------------------------------------------------------------------------------------- lost ranks
@@ -275,14 +336,15 @@ def test_groups_of_an_earlier_attempt_are_restored_and_lost_ones_generated_anew(
     ranks=st.integers(1, 4),
     steps=st.integers(1, 6),
     cap=st.sampled_from([None, 1, 3]),
+    refill=st.booleans(),
 )
-def test_any_schedule_ends_within_the_bound(data, batch_size, eta, order, ranks, steps, cap):
+def test_any_schedule_ends_within_the_bound(data, batch_size, eta, order, ranks, steps, cap, refill):
     """Random completion order, rejections, skips, ends of attempts and lost ranks: no deadlock, no group trained twice
     or lost, and the staleness bound holds.
 
     A group's first token comes from a version of at least its min_version, so lag <= consumption version - min_version.
     """
-    rules = Rules(batch_size, 2, steps, eta, order, cap, 0.1, 0.9)
+    rules = Rules(batch_size, 2, steps, eta, order, cap, 0.1, 0.9, refill)
     state = ControllerState(rules, validate=True)
     floor: dict[int, int] = {}
     training: list[Compose] = []
@@ -312,10 +374,10 @@ def test_any_schedule_ends_within_the_bound(data, batch_size, eta, order, ranks,
     while not state.finished:
         if attempts < 3 and data.draw(st.integers(0, 15)) == 0:
             attempts += 1
-            unseen = {*state.outstanding(), *state.backlog}
+            unseen, held = {*state.outstanding(), *state.backlog}, state.rejected
             state = ControllerState.resume(rules, json.loads(json.dumps(state.snapshot())), validate=True)
             training.clear()
-            assert set(state.backlog) == unseen
+            assert set(state.backlog) == unseen and state.rejected == held
             begin()
             continue
         alive = sorted(state.credits.free)
@@ -349,6 +411,7 @@ def test_any_schedule_ends_within_the_bound(data, batch_size, eta, order, ranks,
             take(state.handle(GroupDone(choice, 2, correct)))
             take(state.handle(CreditsGranted(rank, 2)))
     assert state.version == steps
-    assert len(consumed) == len(set(consumed)) == steps * batch_size
+    assert len(consumed) == len(set(consumed)) <= steps * batch_size
+    assert len(consumed) == steps * batch_size or not refill
     if order == "strict":
         assert consumed == sorted(consumed)

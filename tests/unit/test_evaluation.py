@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from areal_hpc.controller_state import Credits
-from areal_hpc.datasets import Prompt
+from areal_hpc.data import Prompt
 from areal_hpc.evaluation import Evaluation
 from areal_hpc.logschema import EVALUATIONS, Outcome
 

@@ -253,6 +253,14 @@ def test_what_no_cluster_could_do_is_refused(tmp_path):
     assert found["slurm.rollout.nodes"] == "2 nodes with ranks_per_node = 8 hold 16 of rollout.ranks = 24"
 
 
+def test_reward_ranks_fill_their_nodes_too(tmp_path):
+    reward = {"function": "areal_hpc.demo.gcd:reward", "ranks": 4}
+    found = problems(tmp_path, reward=reward, slurm={"reward": {"nodes": 2, "ranks_per_node": 1}})
+    assert found == {"slurm.reward.nodes": "2 nodes with ranks_per_node = 1 hold 2 of reward.ranks = 4"}
+    gpus = {"common": {"gpus_per_node": 4, "ranks_per_node": 4}, "reward": {"ranks_per_node": 8}}
+    assert not problems(tmp_path, reward=reward, slurm=gpus), "no GPU, none to share"
+
+
 def test_ranks_do_not_share_gpus(tmp_path):
     slurm = {"common": {"gpus_per_node": 4}, "rollout": {"ranks_per_node": 8}, "trainer": {"nodes": 1}}
     found = problems(tmp_path, slurm=slurm)

@@ -53,6 +53,7 @@ def call_findings(call: ast.Call) -> list[str]:
     return []
 
 
+@pytest.mark.fault("no file of the package can unpickle", row=26)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_nothing_in_the_package_can_unpickle(path):
     assert findings(path.read_text()) == []

@@ -10,7 +10,7 @@ import pytest
 
 from areal_hpc import progress as module
 from areal_hpc.config import Config
-from areal_hpc.datasets import Prompt
+from areal_hpc.data import Prompt
 from areal_hpc.evaluation import Evaluation
 from areal_hpc.liveview import LiveView, sparkline
 from areal_hpc.logschema import Outcome
@@ -85,6 +85,9 @@ def test_a_run_from_start_to_summary(tmp_path, clock):
         "head_staleness_max": 3,
         "versions": 3,
         "why_ended": "last step reached",
+        "prompts_refused": 0,
+        "heldout_refused": 0,
+        "bad_lines": 0,
     }
     assert lines[0] == "held-out pass@1 at version 0: 33.3% (3 answers, mean length 10, 1 without a score)"
     assert lines[1] == (

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc import rewards
-from areal_hpc.rewards import RewardError, RewardResult, RewardService
+from areal_hpc.rewards import Recipe, RewardError, RewardResult, RewardService, Term, service
 
 WAIT_S = 60.0
 FUNCTION = f"{Path(__file__).with_name('reward_functions.py')}:reward"
@@ -99,7 +98,7 @@ def test_time_out_takes_the_whole_process_group(tmp_path: Path) -> None:
         ("segfault", "killed by signal 11 (Segmentation fault)"),
         ("kill", "killed by signal 9 (Killed)"),
         ("exit with a child", "exited with status 4"),
-        ("closed pipe", "its worker died 2 times"),
+        ("closed pipe", "its process died 2 times"),
     ],
 )
 def test_death_is_tried_twice_then_an_error(tmp_path: Path, how: str, reason: str) -> None:
@@ -189,19 +188,19 @@ def test_worker_that_does_not_read_blocks_nobody() -> None:
 
 
 def test_restarts_that_fail_come_to_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewards, "_RESTART_DELAY_S", 0.05)
+    monkeypatch.setattr(service, "_RESTART_DELAY_S", 0.05)
     path = tmp_path / "once.py"
     path.write_text(
         f"import os\nwith open({str(tmp_path / 'starts')!r}, 'a') as file: file.write('start\\n')\n"
         f"if os.path.exists({str(tmp_path / 'gone')!r}): raise OSError('data gone')\n"
         f"def f(p, c, m):\n    open({str(tmp_path / 'gone')!r}, 'w').close()\n    os._exit(1)\n"
     )
-    with RewardService(f"{path}:f", num_workers=1, timeout_s=WAIT_S) as service:
-        service.submit((0, 0), "", "", {})
+    with RewardService(f"{path}:f", num_workers=1, timeout_s=WAIT_S) as dying:
+        dying.submit((0, 0), "", "", {})
         with pytest.raises(RewardError, match=r"once\.py:3: OSError: data gone"):
-            service.wait(WAIT_S)
-        assert service.num_pending == 1
-    assert len(lines(tmp_path / "starts")) == 1 + rewards.MAX_FAILED_STARTS
+            dying.wait(WAIT_S)
+        assert dying.num_pending == 1
+    assert len(lines(tmp_path / "starts")) == 1 + service.MAX_FAILED_STARTS
 
 
 PARENT = """
@@ -229,7 +228,7 @@ def test_no_worker_outlives_a_killed_rank(tmp_path: Path) -> None:
 def test_worker_whose_rank_is_gone_already_leaves_before_any_user_code(tmp_path: Path) -> None:
     path = tmp_path / "f.py"
     path.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef f(p, c, m): return 1\n")
-    command = [sys.executable, "-m", "areal_hpc.reward_worker", f"{path}:f"]
+    command = [sys.executable, "-m", "areal_hpc.rewards.process", Recipe([Term(f"{path}:f")]).to_text()]
     for parent, ready in ((os.getpid(), True), (os.getpid() + 1, False)):
         run = subprocess.run([*command, str(parent)], input=b"", capture_output=True, timeout=WAIT_S, check=False)
         assert (b"ready" in run.stdout) == (tmp_path / "ran").exists() == ready

@@ -13,17 +13,17 @@ PACKAGE = Path(__file__).parents[2] / "areal_hpc"
 # its own, but roles never from each other.
 FLOORS = [
     """__init__ exits config trajectory codec messages survival_messages staleness
-    logschema activity seeds waiting signals shipment faults compute slurmfacts placement
+    logcodes logschema activity seeds waiting signals shipment faults compute slurmfacts placement
     jobspec batchscript slurmrules slurmstate""",
-    "packing advantages losses models sampling instructions controller_state learner buckets",
-    """comm parcels lifelines mpi_start warm_blocks process_group weights runlog runlog_writer datasets reward_worker
-    rewards rundir engines
+    "packing advantages losses models sampling instructions credits controller_state learner buckets",
+    """comm parcels lifelines mpi_start warm_blocks process_group weights runlog runlog_writer data rewards rundir
+    engines
     checkpoint checkpoint_files ownership attempts preflight reporting rollout_state group_files bookkeeping
     evaluation progress simulation backends hetjob desk casualties endings saver resuming""",
-    "controller trainer rollout",
-    "rank attempt verdict launch liveview check submission sweep cli demo bench doctor",
+    "controller trainer rollout reward_rank",
+    "rank attempt verdict launch liveview check export submission sweep cli demo bench doctor",
 ]
-ROLES = {"controller", "trainer", "rollout"}
+ROLES = {"controller", "trainer", "rollout", "reward_rank"}
 ROOMS = {
     "mpi4py": {"comm"},
     "h5py": {"runlog", "runlog_writer"},
@@ -33,11 +33,13 @@ ROOMS = {
     "pydantic": {"config", "sweep.spec", "hetjob"},
     "submitit": {"hetjob"},
     "safetensors": {"checkpoint_files"},
+    "pyarrow": {"data.columnar"},
+    "reasoning_gym": {"data.gym"},
     "rich": {"liveview", "check", "bench.report"},
 }
-NO_TORCH = f"""{FLOORS[0]} packing advantages controller_state comm runlog runlog_writer datasets reward_worker rewards
-    bookkeeping evaluation progress controller preflight reporting rollout_state group_files trainer rollout rank
-    backends simulation sweep checkpoint checkpoint_files ownership attempts""".split()
+NO_TORCH = f"""{FLOORS[0]} packing advantages controller_state comm runlog runlog_writer data rewards
+    bookkeeping evaluation progress controller preflight reporting rollout_state group_files trainer rollout
+    reward_rank rank backends simulation sweep checkpoint checkpoint_files ownership attempts""".split()
 FLOOR_OF = {name: number for number, line in enumerate(FLOORS) for name in line.split()}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from areal_hpc import logschema
-from areal_hpc.logschema import STEPS, TABLES, TRAJECTORIES, Code, Fate, Finish, Outcome
+from areal_hpc.logcodes import Code, Fate, Finish, Outcome
+from areal_hpc.logschema import STEPS, TABLES, TRAJECTORIES
 from areal_hpc.runlog import RunLog, RunLogError, RunLogWriter
 from areal_hpc.trajectory import Trajectory
 
@@ -120,7 +121,7 @@ def test_codes_may_be_given_as_integers_or_members(path):
     frame = RunLog(path).trajectories
     assert frame["outcome"].tolist() == ["timeout", "correct"]
     assert frame["finish"].tolist() == ["length", "eos"]
-    assert frame["outcome"].cat.categories.tolist() == ["correct", "wrong", "unparsed", "timeout", "error"]
+    assert frame["outcome"].cat.categories.tolist() == ["correct", "wrong", "unparsed", "timeout", "error", "truncated"]
 
 
 def test_text_beyond_the_width_is_cut_visibly_and_stays_distinct(path):
@@ -157,7 +158,7 @@ def test_unknown_numbers(path):
         ({"reward": ["good", "bad"]}, "column 'reward'"),
         ({"prompt_id": [1, 2]}, "column 'prompt_id'"),
         ({"outcome": ["correct", "right"]}, r"column 'outcome' .*\['right'\] not among correct, wrong"),
-        ({"outcome": [0, 5]}, "column 'outcome' .*codes run from 0 to 4"),
+        ({"outcome": [0, 6]}, "column 'outcome' .*codes run from 0 to 5"),
     ],
 )
 def test_wrong_rows_are_named_and_nothing_of_them_is_kept(path, change, message):
@@ -227,6 +228,7 @@ def wait_until_there(path):
             time.sleep(0.02)
 
 
+@pytest.mark.fault("log read while it is written", row=27)
 def test_a_reader_beside_the_writer_sees_whole_flushes_only(path):
     """All tables get equally many rows per flush, so a torn flush would show as unequal tables or wrong values."""
     writer = run(WRITER, path, 150, stdout=subprocess.DEVNULL)
@@ -253,9 +255,11 @@ def test_a_reader_beside_the_writer_sees_whole_flushes_only(path):
         assert file["steps/reward_mean"].shape == (7 * 151,)
 
 
-def test_sigkill_of_the_writer_loses_no_finished_flush(tmp_path):
-    delays = random.Random(1)
-    for attempt in range(10):
+@pytest.mark.fault("log writer killed in the middle of appends", row=15)
+@pytest.mark.parametrize("times", [5, pytest.param(50, marks=pytest.mark.slow)])
+def test_sigkill_of_the_writer_loses_no_finished_flush(times, tmp_path):
+    delays = random.Random(times)
+    for attempt in range(times):
         path = tmp_path / f"{attempt}.h5"
         writer = run(WRITER, path, stdout=subprocess.PIPE)
         assert writer.stdout is not None
@@ -378,6 +382,7 @@ def test_a_writer_that_hdf5_failed_stays_broken(path, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------- damaged files
+@pytest.mark.fault("log truncated", row=15)
 def test_a_truncated_log_gives_a_true_prefix_and_names_the_rest(finished, tmp_path):
     data = finished.read_bytes()
     cuts = random.Random(2)
@@ -428,6 +433,7 @@ def test_tokens_of_a_truncated_log_are_true_or_refused(path, tmp_path):
     assert refused and refused == list(range(refused[0], 60)) and refused[0] > 0
 
 
+@pytest.mark.fault("log overwritten at random", row=15)
 def test_bytes_overwritten_at_random_do_no_more_harm_than_a_message(finished, tmp_path):
     random_ = random.Random(3)
     outcomes = set()
@@ -527,7 +533,7 @@ def test_codes_are_gapless_and_their_labels_lead_back(code):
 
 def test_the_order_of_codes_is_part_of_the_file_format():
     assert Finish.labels() == ("eos", "length")
-    assert Outcome.labels() == ("correct", "wrong", "unparsed", "timeout", "error")
+    assert Outcome.labels() == ("correct", "wrong", "unparsed", "timeout", "error", "truncated")
     assert Fate.labels() == ("consumed", "filtered", "excluded", "leftover", "dropped")
 
 

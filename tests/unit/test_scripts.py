@@ -37,6 +37,7 @@ def test_a_quarter_of_the_gpus_trains(name):
 
 def test_there_is_one_of_every_shape():
     names = {path.stem for path in SCRIPTS}
-    assert names == {*EXPECTED_GPUS, "demo_1_1_nodes", "with_head", "one_allocation"}
+    assert names == {*EXPECTED_GPUS, "demo_1_1_nodes", "with_head", "with_reward_ranks", "one_allocation"}
     assert (REPOSITORY / "slurm/with_head.sbatch").read_text().count("#SBATCH hetjob") == 2
+    assert (REPOSITORY / "slurm/with_reward_ranks.sbatch").read_text().count("#SBATCH hetjob") == 2
     assert "hetjob" not in (REPOSITORY / "slurm/one_allocation.sbatch").read_text()

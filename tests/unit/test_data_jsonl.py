@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_hpc.datasets import DatasetError, Prompt, PromptSource, read_prompts
+from areal_hpc.config import DataConfig
+from areal_hpc.config.sources import SourceConfig
+from areal_hpc.data import DatasetError, Prompt, PromptSource, jsonl
+from areal_hpc.data.reading import read_prompts
+from areal_hpc.data.rows import Count
 from areal_hpc.exits import Exit
 
 GOOD = b'{"id": "a", "prompt": "1+1=", "answer": 2}\n{"id": 7, "prompt": "2+2=", "tests": ["x"]}\n'
 
 
 def read(path: Path) -> list[Prompt]:
-    return read_prompts(path, prompt_field="prompt", id_field="id")
+    return read_prompts(SourceConfig(path=str(path)), DataConfig(train=str(path))).prompts
 
 
 def problems(path: Path, content: bytes) -> list[str]:
@@ -43,7 +48,10 @@ def test_everything_but_prompt_and_id_is_metadata(path: Path) -> None:
 
 def test_other_field_names(path: Path) -> None:
     path.write_text('{"question": "q", "id": "kept", "key": "k"}\n')
-    assert read_prompts(path, prompt_field="question", id_field="key") == [Prompt("k", "q", {"id": "kept"})]
+    data = DataConfig(train=str(path), prompt_field="question", id_field="key")
+    assert read_prompts(data.train_sources[0], data).prompts == [Prompt("k", "q", {"id": "kept"})]
+    source = SourceConfig(path=str(path), prompt_field="question", id_field="key")
+    assert read_prompts(source, DataConfig(train="x")).prompts == [Prompt("k", "q", {"id": "kept"})]
 
 
 def test_a_line_without_id_is_named_by_its_line_number_blank_lines_counted(path: Path) -> None:
@@ -187,10 +195,129 @@ def test_utf16_is_named(path: Path) -> None:
     assert problems(path, GOOD.decode().encode("utf-16")) == ["1: the file is UTF-16; save it as UTF-8"]
 
 
+def test_a_line_that_is_too_long_is_refused_without_being_held(path: Path) -> None:
+    """50 MB with a limit of 1 MB: no more than a few MB are ever allocated, and the next line is read as usual."""
+    import tracemalloc
+
+    with path.open("wb") as file:
+        file.write(b'{"prompt": "fine"}\n{"prompt": "')
+        for _ in range(50):
+            file.write(b"x" * 1_000_000)
+        file.write(b'"}\n{"prompt": "fine too"}\n')
+    data = DataConfig(train=str(path), max_line_bytes=1_000_000, max_bad_lines=1)
+    tracemalloc.start()
+    loaded = read_prompts(data.train_sources[0], data)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 6_000_000
+    assert [(p.prompt_id, p.text) for p in loaded.prompts] == [("1", "fine"), ("3", "fine too")]
+    assert loaded.bad == [f"{path}:2: is 50,000,015 bytes long; at most 1,000,000 are allowed (data.max_line_bytes)"]
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_the_limit_is_a_limit_to_the_byte(path: Path, end: bytes) -> None:
+    line = b'{"prompt": "p"}'
+    path.write_bytes(line + end)
+    for limit, fits in ((len(line), True), (len(line) - 1, False)):
+        data = DataConfig(train=str(path), max_line_bytes=limit)
+        if fits:
+            assert len(read_prompts(data.train_sources[0], data).prompts) == 1
+        else:
+            with pytest.raises(DatasetError, match="bytes long; at most 14 are allowed"):
+                read_prompts(data.train_sources[0], data)
+
+
+# ------------------------------------------------------------------------------------------------ bad lines allowed
+def test_as_many_bad_lines_as_allowed_are_named_and_left_out(path: Path) -> None:
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": \n{"prompt": "c"}\n{"prompt": 4}\n{"prompt": "e"}\n')
+    for allowed in (2, 3):
+        data = DataConfig(train=str(path), max_bad_lines=allowed)
+        loaded = read_prompts(data.train_sources[0], data)
+        assert [p.prompt_id for p in loaded.prompts] == ["1", "3", "5"], "the others keep their names"
+        assert loaded.bad == [
+            f"{path}:2: is not JSON at character 12: Expecting value",
+            f'{path}:4: field "prompt": must be text that is not blank, got 4',
+        ]
+    data = DataConfig(train=str(path), max_bad_lines=1)
+    with pytest.raises(DatasetError) as caught:
+        read_prompts(data.train_sources[0], data)
+    assert caught.value.num_bad == 2
+
+
+def test_a_file_of_bad_lines_only_is_refused_whatever_is_allowed(path: Path) -> None:
+    path.write_bytes(b"{}\n{}\n")
+    data = DataConfig(train=str(path), max_bad_lines=9)
+    with pytest.raises(DatasetError, match="no line can be used; the first: .*:1: "):
+        read_prompts(data.train_sources[0], data)
+
+
+def test_a_torn_file_is_refused_whatever_is_allowed(path: Path) -> None:
+    lines = b"".join(json.dumps({"prompt": f"{i * 7919 % 10007}" * 9}).encode() + b"\n" for i in range(500))
+    path.write_bytes(gzip.compress(b"{}\n" * 30 + lines)[:-20])
+    data = DataConfig(train=str(path), max_bad_lines=10_000)
+    with pytest.raises(DatasetError) as caught:
+        read_prompts(data.train_sources[0], data)
+    assert "the gzip data is damaged" in caught.value.problems[-1], "named even after many bad lines"
+    assert (len(caught.value.problems), caught.value.num_bad) == (20, 31)
+
+
+# ------------------------------------------------------------------------------------------------- one list of JSON
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_file_that_is_one_list(path: Path, pack: Callable[[bytes], bytes], indent: int | None) -> None:
+    rows = [{"prompt": "[a\u2028]"}, {"id": "x", "prompt": "b,", "n": [1, {"k": "}"}]}, {"prompt": "c\U0001f600"}]
+    path.write_bytes(pack(b"\xef\xbb\xbf \n" + json.dumps(rows, indent=indent).encode() + b"\n"))
+    assert read(path) == [
+        Prompt("1", "[a\u2028]", {}),
+        Prompt("x", "b,", {"n": [1, {"k": "}"}]}),
+        Prompt("3", "c\U0001f600", {}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("[]", [" the file holds no prompt"]),
+        ('[{"prompt": "a"},\n3,\n{"prompt": NaN}, {"q": 1, "q": 2}]',
+         ["2 (item 2): must be a JSON object, got 3", "3 (item 3): NaN is not JSON",
+          '3 (item 4): field "q": is given twice']),
+        ('[{"prompt": "\\ud800"}]',
+         ['1 (item 1): field "prompt": holds half of a surrogate pair, which is no character']),
+        ('[{"prompt": "a"}\n\n{"prompt": "b"}]', ["3: the list is cut off or lacks a comma"]),
+        ('[{"prompt": "a"}', ["1: the list is cut off or lacks a comma"]),
+        ('[{"prompt": "a"},', ["1: is not JSON: Expecting value: line 1 column 18 (char 17)"]),
+        ('[{"prompt": "a"}] x', ["1: something follows the end of the list"]),
+        ("[" * 100_000, ["1: is nested too deeply"]),
+        ('[{"prompt": "\u00e9"}]'.encode("latin-1").decode("utf-8", "surrogateescape"), [" is not UTF-8 at byte 14"]),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_list(path: Path, text: str, found: list[str]) -> None:
+    assert problems(path, text.encode("utf-8", "surrogateescape")) == found
+
+
+def test_a_list_that_is_too_large(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "MAX_LIST_BYTES", 20)
+    assert problems(path, b'[{"prompt": "abcdefgh"}]') == [
+        " a JSON file of more than 20 bytes; save it as JSONL or Parquet"
+    ]
+
+
+def test_counting_agrees_with_reading_and_knows_when_to_stop(path: Path) -> None:
+    for content in (GOOD, GOOD + b"\n \n{}", json.dumps([{"prompt": "p"}] * 5).encode(), b"", b"[]"):
+        path.write_bytes(content)
+        assert jsonl.count(path, 9.0) == Count(sum(1 for _ in jsonl.read(path, 1000)))
+    path.write_bytes(b"{}\n" * 5000)
+    assert jsonl.count(path, 0.0) == Count(1024, is_all=False)
+    path.write_bytes(gzip.compress(GOOD)[:-9])
+    with pytest.raises(DatasetError, match="the gzip data is damaged"):
+        jsonl.count(path, 9.0)
+
+
 def test_no_such_file_and_a_directory(tmp_path: Path) -> None:
-    for place, reason in ((tmp_path / "none", "No such file or directory"), (tmp_path, "Is a directory")):
-        with pytest.raises(DatasetError, match=f"{place}: cannot be read: {reason}"):
-            read(place)
+    with pytest.raises(DatasetError, match=f"{tmp_path}/none: cannot be read: No such file or directory"):
+        read(tmp_path / "none")
+    with pytest.raises(DatasetError, match=f"{tmp_path}: holds no JSONL, JSON, Parquet or Arrow file"):
+        read(tmp_path)
 
 
 def test_a_torn_gzip_file_says_where_and_keeps_what_was_found_before(path: Path) -> None:

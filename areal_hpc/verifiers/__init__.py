@@ -1,0 +1,1 @@
+"""Reward functions for answers that can be checked."""
