@@ -93,7 +93,8 @@ def _trainer(config: Config, world: World, welcome: Welcome) -> Iterator[Trainer
         write_state=write_tensors,
         read_state=read_tensors,
     )
-    groups.close()  # after a healthy end only: a failed peer would hold it up
+    if world.whole:  # a failed peer would hold it up
+        groups.close()
 
 
 @contextmanager
@@ -131,7 +132,8 @@ def _rollout(config: Config, world: World, welcome: Welcome) -> Iterator[Rollout
             receiver=WeightReceiver(groups, BucketPlan.of(weights, config.weights.bucket_bytes)),
             rewards=rewards,
         )
-    groups.close()
+    if world.whole:
+        groups.close()
 
 
 def meet(config: Config, world: World, welcome: Welcome) -> ProcessGroups:
