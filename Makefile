@@ -11,8 +11,9 @@ args ?=
 run: $(VENV)/.installed
 	$(BIN)/areal-hpc run configs/demo.yaml $(if $(run_dir),"run_dir=$(run_dir)") $(args)
 
+# Two at a time: jobs on the test cluster mostly wait, and most tests use one core only (tests/conftest.py).
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow" $(args)
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup $(args)
 
 test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --timeout=1800 $(args)

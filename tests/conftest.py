@@ -29,13 +29,22 @@ def recovered(request):
     return take
 
 
+def pytest_collection_modifyitems(items):
+    """With `-n`: tests that share the cluster, or need both cores, run one after the other."""
+    for item in items:
+        room = item.path.relative_to(Path(__file__).parent).parts[0]
+        if room in ("mpi", "slurm"):
+            item.add_marker(pytest.mark.xdist_group(room))
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call):
     report = (yield).get_result()
     marker = item.get_closest_marker("fault")
     if marker and (report.when == "call" or not report.passed):
         case = item.callspec.id if hasattr(item, "callspec") else ""
-        report.fault = (marker.kwargs["row"], marker.args[0], case, item.stash.get(COSTS, None))
+        cost = item.stash.get(COSTS, None)
+        report.fault = [marker.kwargs["row"], marker.args[0], case, cost and [cost.seconds, cost.steps, cost.tokens]]
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -61,7 +70,7 @@ def fault_lines(reports):
         if cost is None:
             alike[row, what].append(outcome)
             continue
-        spent = f"{cost.seconds:>7.1f} s  {cost.steps} steps, {cost.tokens} tokens"
+        spent = f"{cost[0]:>7.1f} s  {cost[1]} steps, {cost[2]} tokens"
         yield f"{row:>3}  {what + (f' ({case})' if case else ''):<72} {outcome:<8} {spent}"
     for (row, what), outcomes in alike.items():
         cases = f" ({len(outcomes)} cases)" if len(outcomes) > 1 else ""

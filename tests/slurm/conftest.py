@@ -13,7 +13,6 @@ import pytest
 from tests.slurm import conf, services
 from tests.slurm.client import PROGRAM, Cluster
 
-NUM_RUN = pytest.StashKey[int]()
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -64,13 +63,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slurm: runs on the cluster of tests/slurm/cluster")
 
 
-@pytest.hookimpl
-def pytest_runtest_call(item: pytest.Item) -> None:
-    if "cluster" in getattr(item, "fixturenames", ()):
-        item.config.stash[NUM_RUN] = item.config.stash.get(NUM_RUN, 0) + 1
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call):
+    report = (yield).get_result()
+    report.on_cluster = report.when == "call" and "cluster" in getattr(item, "fixturenames", ())
 
 
-def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
-    num = config.stash.get(NUM_RUN, 0)
+def pytest_terminal_summary(terminalreporter) -> None:
+    ends = [report for end in ("passed", "failed") for report in terminalreporter.getreports(end)]
+    num = sum(getattr(report, "on_cluster", False) for report in ends)
     where = f"a real cluster of {len(conf.HOSTS)} hosts" if num else "a cluster: see the reasons for skipping with -ra"
     terminalreporter.write_line(f"slurm: {num} test{'' if num == 1 else 's'} ran on {where}")
