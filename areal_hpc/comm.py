@@ -32,7 +32,7 @@ import numpy as np
 
 from areal_hpc.codec import Arrays, Codec, CodecError, Frame, Message, Payload, SequenceCheck, pack_trailer
 from areal_hpc.lifelines import Lifelines
-from areal_hpc.mpi_start import say_goodbye, start_mpi
+from areal_hpc.mpi_start import say_goodbye, start_mpi, unlink_shared_memory
 from areal_hpc.parcels import Arrival, Parcel, Received
 from areal_hpc.warm_blocks import WarmBlocks
 
@@ -109,6 +109,7 @@ class World:
         self.comm, request = MPI.COMM_WORLD.Idup()
         self._wait(request.Test, START_S, f"all {self.size} ranks to start")
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)
+        unlink_shared_memory()
 
     # ------------------------------------------------------------------------------------------------- sending
     def post(self, dest: int, message: Message, arrays: Arrays | None = None) -> None:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
+from pathlib import Path
 
 VALUE_BYTES = 512
 """Longest value we announce; Slurm says 1024, and reads lines of 1024 bytes."""
@@ -58,6 +59,15 @@ def start_mpi(init: Callable[[], object], deadline_s: float) -> None:
         init()
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def unlink_shared_memory() -> None:
+    """Take away the names of MPICH's shared memory, once every rank of the world has mapped it: else a rank that is
+    killed leaves it in /dev/shm for ever."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    for name in set(re.findall(r"/dev/shm/mpich_shm_\w+", maps)):
+        with suppress(OSError):
+            os.unlink(name)
 
 
 def say_ready() -> None:

@@ -13,6 +13,7 @@ from areal_hpc.hetjob import RunJob
 from areal_hpc.rundir import read_json
 from areal_hpc.runlog import RunLog
 from tests.runs import tiny_config, wait_until
+from tests.slurm import conf
 from tests.slurm.client import Cluster
 from tests.slurm.openmpi_env import openmpi_python
 from tests.slurm.test_jobs import HET, OPEN_MPI_AS_ROOT, simulated
@@ -83,8 +84,28 @@ def test_every_moment(place, cluster, tiny_dir, moment):
         slurm=with_fault(f"kill@rollout.{point}#3*{count}"),
     )
     (place / "config.yaml").write_text(yaml.safe_dump(config))
+    before = shared_memory(cluster)
     job = submit(place / "config.yaml")
+    wait_until(lambda: job.status.get("lost_ranks"), 150, "the loss to be noticed")
+    host = RunLog(job.run_dir).ranks.set_index("rank").loc[3].host
+    wait_until(lambda: len(rewards_on(cluster, host)) <= 1, 15, "the reward processes of the dead rank to be gone")
     assert_went_on(job, {3}, steps=12, batch=4)
+    wait_until(lambda: not any(processes(cluster, name) for name in conf.HOSTS), 20, "all processes to be gone")
+    assert shared_memory(cluster) <= before
+
+
+def processes(cluster: Cluster, host: str) -> list[str]:
+    """Command lines of everything of ours on a host."""
+    return [line for line in cluster.on(host, ["ps", "-eo", "args"]).splitlines() if "areal_hpc." in line]
+
+
+def rewards_on(cluster: Cluster, host: str) -> list[str]:
+    return [line for line in processes(cluster, host) if "reward" in line]
+
+
+def shared_memory(cluster: Cluster) -> set[tuple[str, str]]:
+    """(Host, file) of everything in /dev/shm."""
+    return {(host, name) for host in conf.HOSTS for name in cluster.on(host, ["ls", "/dev/shm"]).split()}
 
 
 @pytest.mark.slow
