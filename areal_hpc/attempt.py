@@ -17,12 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_hpc.answers import check_settings, num_on_record
 from areal_hpc.attempts import Begin, may_go_on, write_begin
 from areal_hpc.check import facts
 from areal_hpc.checkpoint import Checkpoints, Found, preflight_space
 from areal_hpc.config import Config, PrepareConfig
 from areal_hpc.config.check import Checked, check_config
 from areal_hpc.exits import Exit, RunError
+from areal_hpc.heldout import read_sets, settings_of
 from areal_hpc.jobspec import run_job
 from areal_hpc.ownership import Owner, alive, claim, release
 from areal_hpc.resuming import differences
@@ -94,10 +96,18 @@ def begin(path: Path, overrides: Sequence[str]) -> Begun:
 
 
 def what_is_finished(run_dir: RunDir, config: Config) -> str:
-    """A sentence for people when the run has reached its end already, else nothing."""
+    """A sentence for people when the run has reached its end already, else nothing.
+
+    Raises:
+        RunError: CONFIG, the directory holds an evaluation with other settings, or its prompts cannot be read.
+    """
+    if config.is_evaluation:
+        check_settings(run_dir.root, settings_of(config, read_sets(config)[0]))
     status = read_json(run_dir.status)
     if status.get("state") != "done" or status.get("steps", 0) < config.steps:
         return ""
+    if config.is_evaluation:
+        return f"areal-hpc: the evaluation in {run_dir.root} is complete: {status['answers']} answers"
     return (
         f"areal-hpc: the run in {run_dir.root} is finished: version {status['version']}, {status['why_ended']}; "
         "raise steps to go on, set checkpoint.resume=false to begin anew, or name another run_dir"
@@ -117,6 +127,8 @@ def find_checkpoint(run_dir: RunDir, config: Config) -> Found | None:
         hint = "name another run_dir, or set checkpoint.resume=false to begin anew"
         raise RunError(Exit.CONFIG, f"areal-hpc: {found.path} is of another run: {'; '.join(changed)}; {hint}")
     reached, job_id = found.step if found else 0, os.environ.get("SLURM_JOB_ID")
+    if config.is_evaluation:
+        reached = num_on_record(run_dir.root)
     if job_id is not None and (reason := may_go_on(run_dir.root, reached, config.checkpoint.max_fruitless, job_id)):
         raise RunError(Exit.FAILED, f"areal-hpc: {reason}")
     return found
@@ -127,7 +139,7 @@ def about_space(run_dir: RunDir, config: Config) -> list[str]:
 
     Counted are the weights and AdamW's two moments in 32 bits.
     """
-    if config.is_simulated:
+    if config.is_simulated or config.is_evaluation:
         return []
     model = Path(config.model.path)
     stored = read_json(model / "config.json")

@@ -6,17 +6,19 @@ Imports stand inside the functions: a simulated rank starts without torch, and a
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from areal_hpc.comm import World
-from areal_hpc.compute import Rewards, RolloutCompute, TrainerCompute
+from areal_hpc.compute import NoUpdates, Receiver, Rewards, RolloutCompute, TrainerCompute
 from areal_hpc.config import Config
 from areal_hpc.messages import StoreAddress, Welcome
 from areal_hpc.preflight import expect, reward_ranks, rollout_ranks, trainer_ranks
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from areal_hpc.process_group import ProcessGroups
 
 
@@ -101,20 +103,17 @@ def _trainer(config: Config, world: World, welcome: Welcome) -> Iterator[Trainer
 def _rollout(config: Config, world: World, welcome: Welcome) -> Iterator[RolloutCompute]:
     import torch
 
-    from areal_hpc.buckets import BucketPlan
     from areal_hpc.data.chat import Chat
     from areal_hpc.engines.transformers_engine import TransformersEngine
     from areal_hpc.models import eos_ids, load_model, load_tokenizer, named_weights
-    from areal_hpc.weights import WeightReceiver
 
     torch.set_num_threads(config.rollout.threads)
-    groups = meet(config, world, welcome)
+    groups = None if config.is_evaluation else meet(config, world, welcome)
     settings = config.rollout
     with _rewards(config, world) as rewards:
         tokenizer = load_tokenizer(config.model.path)
         encode = Chat(config.data).encoder(tokenizer)
         model = load_model(config.model.path, dtype=config.model.dtype)
-        weights = named_weights(model)
         engine = TransformersEngine(
             model,
             num_slots=settings.slots,
@@ -124,16 +123,27 @@ def _rollout(config: Config, world: World, welcome: Welcome) -> Iterator[Rollout
             interrupt=settings.interrupt,
             prefill_tokens=settings.prefill_tokens,
         )
-        engine.version = -1  # no version yet: the first broadcast, of version 0, is a rise like any other
+        receiver: Receiver = NoUpdates()  # of an evaluation: the weights in model.path are version 0
+        if groups is not None:
+            engine.version = -1  # no version yet: the first broadcast, of version 0, is a rise like any other
+            receiver = _receiver(groups, named_weights(model), config)
         yield RolloutCompute(
             encode=encode,
             decode=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
             engine=engine,
-            receiver=WeightReceiver(groups, BucketPlan.of(weights, config.weights.bucket_bytes)),
+            receiver=receiver,
             rewards=rewards,
         )
-    if world.whole:
+    if groups is not None and world.whole:
         groups.close()
+
+
+def _receiver(groups: ProcessGroups, weights: Mapping[str, Tensor], config: Config) -> Receiver:
+    """Where weight updates arrive. Imported apart: an evaluation has no process groups (rank.leave)."""
+    from areal_hpc.buckets import BucketPlan
+    from areal_hpc.weights import WeightReceiver
+
+    return WeightReceiver(groups, BucketPlan.of(weights, config.weights.bucket_bytes))
 
 
 def meet(config: Config, world: World, welcome: Welcome) -> ProcessGroups:

@@ -119,7 +119,8 @@ def _srun(spec: JobSpec) -> Iterator[str]:
         return
     yield shlex.join(["srun", f"--mpi={spec.mpi}", *_deaths(spec), *spec.srun]) + " \\"
     for number, component in enumerate(spec.components):
-        where = [f"--het-group={number}"] if spec.shape == "het" else [f"--nodes={component.nodes}"]
+        is_het = spec.shape == "het" and len(spec.components) > 1
+        where = [f"--het-group={number}"] if is_het else [f"--nodes={component.nodes}"]
         where.append(f"--ntasks={component.tasks}")
         if component.settings.cpus_per_task:
             where.append(f"--cpus-per-task={component.settings.cpus_per_task}")

@@ -23,7 +23,7 @@ from areal_hpc.config import Config
 from areal_hpc.controller_state import ControllerState
 from areal_hpc.data import Source
 from areal_hpc.desk import Desk
-from areal_hpc.evaluation import Evaluation
+from areal_hpc.examiner import Examiner
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.instructions import Event, RankLost, SamplesHere
 from areal_hpc.messages import AdmitGroup, BeginStep, SamplesArrived, Stop
@@ -48,7 +48,7 @@ class Casualties(Desk):
     source: Source
     progress: Progress
     saver: Saver
-    evaluation: Evaluation | None
+    examiner: Examiner
 
     def __init__(self, config: Config, world: World, clock: RunClock, log: RunLogWriter) -> None:
         super().__init__(config, world, clock, log)
@@ -124,16 +124,15 @@ class Casualties(Desk):
         for trainer in self.trainers:
             self.world.post(trainer, PeerLost(rank))
         self.saver.lose(rank)
-        num_answers = self.evaluation.lose(rank) if self.evaluation is not None else 0
         num_before = self.state.num_lost
         self.handle_event(RankLost(rank))
         again = f"{self.state.num_lost - num_before} groups"
-        again += f" and {num_answers} answers of the evaluation" if num_answers else ""
         left = f"{len(self.rollouts)} rollout ranks go on, {self.may_lose - len(self.lost)} more may be lost"
         text = f"{who} on {host} is lost: it {why}; {again} are generated anew elsewhere; {left}"
         self.event("rank_lost", text, rank)
         self.flush()
         self.progress.lost(rank, host, text)
+        self.examiner.lost(rank)
 
     def dismiss_late_ones(self) -> None:
         """A rank that was taken for lost and has sent something since lives: tell it to leave."""

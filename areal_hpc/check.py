@@ -42,6 +42,8 @@ def main(argv: Sequence[str]) -> int:
 def facts(checked: Checked) -> str:
     """What the run comes to once the mode is written out, with the warnings below."""
     config = checked.config.resolved()
+    if config.is_evaluation:
+        return _facts_of_evaluation(checked)
     rows = [
         ("run", f"{config.name} in {config.run_dir}"),
         ("mode", _mode(config)),
@@ -49,6 +51,23 @@ def facts(checked: Checked) -> str:
         *([("compute", config.compute)] if config.is_simulated else []),
         ("batch", _batch(config)),
         ("length", f"{config.steps:,} steps = policy versions" + _epochs(config)),
+    ]
+    lines = [f"  {name:<8} {text}" for name, text in rows]
+    return "\n".join(lines + [f"  warning  {warning}" for warning in checked.warnings])
+
+
+def _facts_of_evaluation(checked: Checked) -> str:
+    config = checked.config
+    samples, rollout = config.evaluation.samples, config.rollout
+    rows = [
+        ("run", f"{config.name} in {config.run_dir}: an evaluation, nothing is trained"),
+        ("model", config.model.path),
+        ("data", ", ".join(f"{s.title} ({s.path})" for s in config.data.heldout_sources)),
+        ("ranks", f"{config.world_size} = 1 controller + {rollout.ranks} rollout"),
+        (
+            "answers",
+            f"{samples} per prompt, at most {rollout.max_new_tokens:,} tokens, temperature {rollout.temperature:g}",
+        ),
     ]
     lines = [f"  {name:<8} {text}" for name, text in rows]
     return "\n".join(lines + [f"  warning  {warning}" for warning in checked.warnings])

@@ -12,6 +12,7 @@ from areal_hpc.exits import Exit
 
 COMMANDS = {
     "run": ("areal_hpc.launch", "run a configuration on this machine"),
+    "evaluate": ("areal_hpc.evaluate", "measure a model on held-out prompts: pass@1, pass@k, majority votes"),
     "submit": ("areal_hpc.submission", "put a run into the Slurm queue"),
     "sweep": ("areal_hpc.sweep.command", "put many runs into the queue, look after them, tabulate them"),
     "doctor": ("areal_hpc.doctor.command", "tell whether a Slurm allocation can carry a run"),

@@ -154,6 +154,19 @@ class Receiver(Protocol):
         """The set once it is complete; never blocks."""
 
 
+class NoUpdates:
+    """The `Receiver` of a run that trains nothing."""
+
+    def begin(self, version: int) -> None:
+        raise RuntimeError(f"version {version} was announced in a run without trainers")
+
+    def regroup(self, members: Sequence[int], generation: int) -> None:
+        raise RuntimeError("a run without trainers has no weights group")
+
+    def poll(self) -> Arrived | None:
+        return None
+
+
 class Rewards(Protocol):
     """Scores answers while decoding goes on."""
 

@@ -20,9 +20,10 @@ from areal_hpc.bookkeeping import BatchRecord, GroupRecord, group_rows, step_row
 from areal_hpc.comm import Received, World
 from areal_hpc.config import Config
 from areal_hpc.controller_state import ControllerState, Rules
-from areal_hpc.data import Prompt, Source
+from areal_hpc.data import Source
 from areal_hpc.endings import Endings
-from areal_hpc.evaluation import Evaluation
+from areal_hpc.evaluation import Evaluation, HeldOut
+from areal_hpc.examiner import Examiner
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.faults import fault
 from areal_hpc.logschema import Fate
@@ -80,23 +81,22 @@ class Controller(Endings):
         clock: RunClock,
         log: RunLogWriter,
         source: Source,
-        heldout: Sequence[Prompt],
+        heldout: HeldOut,
         progress: Progress,
         saver: Saver,
         saved: SavedRun | None = None,
     ) -> None:
         super().__init__(config, world, clock, log)
         self.source, self.data = source, source.digests()
-        self.heldout = heldout
         self.progress = progress
         self.saver = saver
         self.saved = saved
         rules = Rules.of(config, source.num_total)
         self.state = saved.begin(rules, source) if saved else ControllerState(rules)
+        self.examiner = Examiner(self, heldout, self.state.credits, self.evaluated)
         self.groups: dict[int, GroupRecord] = {}
         self.restoring: dict[tuple[int, str], list[int]] = {}
         self.batches: dict[int, BatchRecord] = {}
-        self.evaluation: Evaluation | None = None
         self.not_ready = set(range(1, world.size))
         self.why_finished: str | None = None
         self.model_saved = False
@@ -118,11 +118,13 @@ class Controller(Endings):
         self.announce(self.state.version)
         if self.saved is not None:
             self.event("resumed", self.saved.sentence)
+            self.examiner.resume(self.saved.evaluation)
         elif self.config.evaluation.at_start:
             self.evaluate()
         self.progress.training_begins()
         self.handle_event(state_machine.Start())
         self.wait_for_progress(lambda: self.why_finished is not None, self.state.waiting_for)
+        self.wait_for_progress(lambda: self.examiner.current is None, self.examiner.waiting_for)
         if self.config.checkpoint.resume:
             self.save_now()  # whoever raises `steps` goes on as if the run had never ended
         self.drop_the_rest()
@@ -136,27 +138,15 @@ class Controller(Endings):
         return self.why_finished
 
     def evaluate(self) -> None:
-        """Held-out pass@1 of the newest version, sampled on the rollout ranks."""
-        if not self.heldout:
-            return
-        evaluation = Evaluation(self.heldout, self.config.evaluation.samples, self.state.version)
-        self.evaluation = evaluation
-        self.progress.now("evaluating")
-        while not evaluation.is_complete:
-            self.admit_evaluation(evaluation)
-            self.wait_for_progress(lambda: evaluation.can_go_on(self.state.credits), evaluation.waiting_for)
-        self.evaluation = None
-        self.log.evaluations(evaluation.rows())
-        self.flush()
-        self.progress.evaluated(evaluation)
+        """Held-out pass@1 of the newest version, sampled on the rollout ranks; training stands still."""
+        if self.examiner.heldout:
+            self.progress.now("evaluating")
+            self.examiner.begin(self.state.version)
+            self.wait_for_progress(lambda: self.examiner.current is None, self.examiner.waiting_for)
 
-    def admit_evaluation(self, evaluation: Evaluation) -> None:
-        while evaluation.pending and (rank := self.state.credits.take(1)) is not None:
-            group_id, prompt = evaluation.take(rank)
-            self.world.post(
-                rank,
-                AdmitGroup(group_id, prompt.prompt_id, prompt.text, prompt.metadata, 1, evaluation.version, "evaluate"),
-            )
+    def evaluated(self, evaluation: Evaluation) -> None:
+        self.progress.evaluated(evaluation)
+        self.examiner.catch_up(None if self.state.finished else self.state.version)
 
     def drop_the_rest(self) -> None:
         """The end came in the middle of everything: forget what is running, write down what is finished."""
@@ -197,6 +187,7 @@ class Controller(Endings):
                 self.event("batch_empty", f"the filter left none of {num_groups} groups; the version stands still")
             case state_machine.Announce(version):
                 self.announce(version)
+                self.examiner.new_version(version)
             case state_machine.Finish(why):
                 self.why_finished = why
 
@@ -272,7 +263,9 @@ class Controller(Endings):
             case Ready():
                 self.not_ready.discard(source)
             case Credits(num_samples):
-                self.handle_event(state_machine.CreditsGranted(source, num_samples))
+                self.state.credits.grant(source, num_samples)
+                self.examiner.admit()  # held-out answers first, within their share
+                self.handle_event(state_machine.CreditsGranted(source, 0))
             case GroupFinished() as header:
                 self.group_finished(header, arrays)
             case GroupRefused() as header:
@@ -314,8 +307,9 @@ class Controller(Endings):
 
     def group_finished(self, header: GroupFinished, arrays: dict[str, np.ndarray]) -> None:
         if header.purpose == "evaluate":
-            if self.evaluation is not None:
-                self.evaluation.finished(header.group_id, arrays)
+            if not self.state.started or self.state.finished:
+                self.progressed_s = time.monotonic()  # beside training only steps are progress
+            self.examiner.finished(header, arrays)
             return
         if header.group_id not in self.state.running:
             return  # it finished while its DropGroups was on the way
@@ -328,8 +322,7 @@ class Controller(Endings):
         self.event("prompt_refused", header.reason, source)
         self.progress.refused(header.purpose)
         if header.purpose == "evaluate":
-            if self.evaluation is not None:
-                self.evaluation.refused(header.group_id)
+            self.examiner.refused(header)
         elif header.group_id in self.state.running:
             self.handle_event(state_machine.GroupRefusedByRank(header.group_id))
 

@@ -13,7 +13,7 @@ from areal_hpc.comm import Received, World
 from areal_hpc.config import Config
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.messages import WeightsLoaded, WeightsSent
-from areal_hpc.preflight import RunClock, rollout_ranks, trainer_ranks
+from areal_hpc.preflight import RunClock, role_of, rollout_ranks, trainer_ranks
 from areal_hpc.reporting import interval_arrays, num_ignored
 from areal_hpc.runlog_writer import RunLogWriter
 from areal_hpc.waiting import Backoff
@@ -86,7 +86,14 @@ class Desk:
         self.heard_s = dict.fromkeys(range(1, self.world.size), time.monotonic())
 
     def check_heartbeats(self) -> None:
-        """Called between messages while waiting; raises RunError when a rank is missing that is needed."""
+        """Raises RunError (DEADLINE) naming the rank that has been silent for longest, if too long."""
+        if not self.heard_s:
+            return
+        rank, heard_s = min(self.heard_s.items(), key=lambda item: item[1])
+        silent_s = time.monotonic() - heard_s
+        if silent_s > self.config.deadlines.heartbeat_s:
+            role = role_of(rank, self.config)
+            raise RunError(Exit.DEADLINE, f"rank {rank} ({role}) has not been heard for {silent_s:.0f} s")
 
     def wait_for_progress(self, done: Callable[[], bool], waiting_for: Callable[[], str]) -> None:
         """Wait as long as steps keep finishing; `deadlines.step_s` without one ends the run."""

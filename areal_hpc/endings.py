@@ -34,7 +34,8 @@ class Endings(Casualties):
         waiting = [(g, *self.saved.group(g)) for g in self.state.backlog if g not in lost] if self.saved else []
         cursor = list(self.source.cursor)
         facts = {name: state[name] for name in ("step", "version")} | {"config": self.config.model_dump(mode="json")}
-        return state | {"cursor": cursor, "data": self.data, "groups": groups, "waiting": waiting, "anew": anew}, facts
+        own = {"cursor": cursor, "data": self.data, "evaluation": self.examiner.snapshot()}
+        return state | own | {"groups": groups, "waiting": waiting, "anew": anew}, facts
 
     def idle(self) -> None:
         self.saver.poll()

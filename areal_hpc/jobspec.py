@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from areal_hpc.config import ComponentConfig, Config
@@ -113,21 +113,16 @@ def components_of(config: Config) -> tuple[Component, ...]:
     """The components of a run in world order, without commands."""
     slurm, trainers, rollouts = config.slurm, config.trainer.ranks, config.rollout.ranks
     trainer, rollout = merged(slurm.common, slurm.trainer), merged(slurm.common, slurm.rollout)
-    with_head = slurm.head is not None
-    parts = [
-        Component(
-            name="trainer",
-            nodes=num_nodes(trainers, trainer),
-            tasks=trainers + (not with_head),
-            settings=trainer,
-            holds=("" if with_head else "1 controller + ") + f"{trainers} trainer",
-        ),
-        Component("rollout", num_nodes(rollouts, rollout), rollouts, rollout, f"{rollouts} rollout"),
-    ]
+    parts = [Component("rollout", num_nodes(rollouts, rollout), rollouts, rollout, f"{rollouts} rollout")]
+    if trainers:
+        parts.insert(0, Component("trainer", num_nodes(trainers, trainer), trainers, trainer, f"{trainers} trainer"))
     if rewards := config.reward.ranks:
         reward = merged(without_gpus(slurm.common), slurm.reward)
         parts.append(Component("reward", num_nodes(rewards, reward), rewards, reward, f"{rewards} reward"))
-    if slurm.head is not None:
+    if slurm.head is None:  # the controller sits beside the first ranks
+        first = parts[0]
+        parts[0] = replace(first, tasks=first.tasks + 1, holds=f"1 controller + {first.holds}")
+    else:
         head = merged(without_gpus(slurm.common), slurm.head)
         parts.insert(0, Component("head", 1, 1, head, "1 controller"))
     return tuple(parts)

@@ -18,6 +18,7 @@ from areal_hpc.attempt import begin
 from areal_hpc.check import facts
 from areal_hpc.config import Config
 from areal_hpc.exits import MEANING, Exit, RunError
+from areal_hpc.figuresview import PlainView, show_figures
 from areal_hpc.liveview import LiveView
 from areal_hpc.rundir import RunDir, read_json, write_json
 
@@ -29,10 +30,15 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0].startswith("-"):
         print("usage: areal-hpc run CONFIG.yaml [a.b=value ...]", file=sys.stderr)
         return int(Exit.CONFIG)
+    return run_here(Path(argv[0]), argv[1:])
+
+
+def run_here(path: Path, overrides: Sequence[str]) -> int:
+    """Run a configuration on this machine to its end; returns the exit code."""
     began_s = time.monotonic()
     try:
         mpiexec = find_mpiexec()
-        begun = begin(Path(argv[0]), argv[1:])
+        begun = begin(path, overrides)
     except RunError as error:
         print(error.reason, file=sys.stderr)
         return int(error.code)
@@ -41,6 +47,8 @@ def main(argv: Sequence[str]) -> int:
         return int(Exit.INTERRUPTED)
     if begun.finished:
         print(begun.finished)
+        if begun.checked.config.is_evaluation:
+            show_figures(read_json(begun.run_dir.summary))
         return int(Exit.DONE)
     checked, run_dir = begun.checked, begun.run_dir
     config = checked.config.resolved()
@@ -65,7 +73,11 @@ def command_line(mpiexec: str, config: Config, run_dir: RunDir) -> list[str]:
         rank = [sys.executable, "-m", "areal_hpc.rank", str(run_dir.attempt_dir)]
         return ["-n", str(ranks), *rank, "--component", name]
 
-    words = [mpiexec, *component("trainer", 1 + config.trainer.ranks), ":", *component("rollout", config.rollout.ranks)]
+    if config.is_evaluation:
+        words = [mpiexec, *component("rollout", 1 + config.rollout.ranks)]
+    else:
+        words = [mpiexec, *component("trainer", 1 + config.trainer.ranks)]
+        words += [":", *component("rollout", config.rollout.ranks)]
     return words + ([":", *component("reward", config.reward.ranks)] if config.reward.ranks else [])
 
 
@@ -94,7 +106,7 @@ class LocalRun:
 
     def watch(self, began_s: float) -> int:
         """Run to the end; returns the exit code of the run."""
-        view = LiveView(self.run_dir, self.config)
+        view = PlainView() if self.config.is_evaluation else LiveView(self.run_dir, self.config)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda n, _: self.ask_to_stop(n))
         process = subprocess.Popen(
@@ -128,7 +140,7 @@ class LocalRun:
         else:
             self.asked_s = float("-inf")
 
-    def conclude(self, returncode: int, began_s: float, view: LiveView) -> int:
+    def conclude(self, returncode: int, began_s: float, view: LiveView | PlainView) -> int:
         """Say why it ended and where to look; complete the summary with what only the launcher knows."""
         status = read_json(self.run_dir.status)
         code = status.get("exit_code") if status.get("attempt") == self.run_dir.attempt else None

@@ -255,15 +255,20 @@ RANKS = Table(
 
 EVALUATIONS = Table(
     "evaluations",
-    "One row per answer to a held-out prompt.",
+    "One row per answer to a held-out prompt, written when its evaluation is complete.",
     1024,
     (
-        Column("version", "i4", "versions", "policy version that was evaluated"),
+        Column("version", "i4", "versions", "newest policy version when the evaluation began; no token is older"),
+        Column("data", "S64", "text", "name of the held-out set"),
         Column("prompt_id", "S64", "text", "identity of the prompt in its data set"),
         Column("sample", "i4", "id", "index among the answers to this prompt"),
         Column("reward", "f8", "1", "reward; NaN where the outcome is timeout or error"),
         Column("outcome", "u1", "code", "what the reward service found", Outcome.labels()),
+        Column("finish", "u1", "code", "why the response ended", Finish.labels()),
         Column("num_response", "i4", "tokens", "length of the response, end-of-sequence token included"),
+        Column("first_version", "i4", "versions", "policy version of the first response token"),
+        Column("last_version", "i4", "versions", "policy version of the last response token"),
+        Column("finish_s", "f8", "s", "last token sampled; NaN where an earlier attempt got the answer"),
     ),
 )
 

@@ -79,7 +79,8 @@ class Ready(Message):
 class AdmitGroup(Message):
     """Controller -> rollout: sample `num_samples` answers to one prompt.
 
-    `min_version`: the first token must be sampled by this policy version or a newer one.
+    `min_version`: the first token must be sampled by this policy version or a newer one. `first_sample`: number of the
+    first of them among all answers to this prompt, where they are asked for in several groups (evaluation).
     """
 
     group_id: int
@@ -89,6 +90,7 @@ class AdmitGroup(Message):
     num_samples: int
     min_version: int
     purpose: Purpose = "train"
+    first_sample: int = 0
 
 
 class Credits(Message):
@@ -101,7 +103,8 @@ class GroupFinished(Message):
     """Rollout -> controller: all answers of a group are scored; the tokens stay here until told where to go.
 
     Arrays [num_samples], by sample index: reward (NaN without a score), outcome and finish
-    (codes of logschema), num_response [tokens], first/last/mean_version, interruptions, start_s, finish_s.
+    (codes of logschema), num_response [tokens], first/last/mean_version, interruptions, start_s, finish_s. `texts` and
+    `answers` (what the reward function read) come along where nothing is trained, by sample index.
     """
 
     ARRAYS: ClassVar[Mapping[str, str]] = {
@@ -119,6 +122,8 @@ class GroupFinished(Message):
     group_id: int
     num_prompt: int
     purpose: Purpose = "train"
+    texts: list[str] = []
+    answers: list[str | None] = []
 
 
 class GroupRefused(Message):

@@ -13,16 +13,17 @@ COMPUTES_NOTHING = ("controller", "reward")
 """Roles without a GPU."""
 
 
-def own_gpu(environ: Mapping[str, str], role: str) -> str | None:
+def own_gpu(environ: Mapping[str, str], role: str, beside: str = "trainer") -> str | None:
     """The device this rank computes on, as it stands in CUDA_VISIBLE_DEVICES.
 
     One device per trainer or rollout rank of a node, in local order. Local rank 0 of the first node is the controller,
-    which computes nothing, so trainers beside it begin with the first device at local rank 1. A task that sees fewer
+    which computes nothing, so the ranks beside it begin with the first device at local rank 1. A task that sees fewer
     devices than the node has was bound by Slurm (--gpus-per-task, --gpu-bind) and takes the first of its own.
 
     Args:
         environ: the environment of a task as Slurm made it.
         role: controller, trainer, rollout or reward.
+        beside: role of the ranks that share the first node with the controller.
 
     Returns:
         None for the controller and reward ranks, and where Slurm (or no Slurm at all) gave the task no devices.
@@ -36,7 +37,7 @@ def own_gpu(environ: Mapping[str, str], role: str) -> str | None:
     if is_bound(environ):
         return devices[0]
     index = int(environ["SLURM_LOCALID"])
-    if role == "trainer" and environ.get("SLURM_NODEID") == "0":
+    if role == beside and environ.get("SLURM_NODEID") == "0":
         index -= 1
     if not 0 <= index < len(devices):
         place = f"{role} rank number {index} of node {environ.get('SLURMD_NODENAME', '?')} (counted from 0)"
@@ -57,7 +58,7 @@ def visible(environ: Mapping[str, str]) -> list[str]:
     return [device.strip() for device in environ[name].split(",") if device.strip()] if name else []
 
 
-def narrow(environ: MutableMapping[str, str], role: str) -> str | None:
+def narrow(environ: MutableMapping[str, str], role: str, beside: str = "trainer") -> str | None:
     """Leave this rank its own device only; call it before torch is imported.
 
     The controller and reward ranks keep none. Where Slurm gave no devices nothing changes.
@@ -65,7 +66,7 @@ def narrow(environ: MutableMapping[str, str], role: str) -> str | None:
     Raises:
         RunError: as own_gpu.
     """
-    gpu, name = own_gpu(environ, role), _variable(environ)
+    gpu, name = own_gpu(environ, role, beside), _variable(environ)
     if gpu is not None and name:
         environ[name] = gpu
     elif role in COMPUTES_NOTHING and name and "SLURM_LOCALID" in environ:

@@ -96,7 +96,7 @@ def check_world(world: World, config: Config, component: str | None) -> None:
             + config.ranks_in_words,
         )
     role = role_of(world.rank, config)
-    expected = {"controller": ("trainer", "head")}.get(role, (role,))
+    expected = {"controller": ("rollout" if config.is_evaluation else "trainer", "head")}.get(role, (role,))
     if component is not None and component not in expected:
         raise RunError(
             Exit.PREFLIGHT,

@@ -32,6 +32,7 @@ class Progress:
         self.consumed_tokens = 0
         self.head_lag_max = 0
         self.pass_at_1: list[float] = []
+        self.evaluations: list[dict[str, Any]] = []
         self.num_refused = {"train": 0, "evaluate": 0}
         self.num_bad_lines = 0
         self.status: dict[str, Any] = {
@@ -101,15 +102,23 @@ class Progress:
         )
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """An evaluation is complete; the first one is the `before`, the last one the `after` of the summary."""
+        """An evaluation is complete; the first one is the `before`, the last one the `after` of the summary.
+
+        Where there are several data sets, these two are over all their prompts; the others are in `evaluations`.
+        """
         self.pass_at_1.append(evaluation.pass_at_1)
+        cards = evaluation.cards()
+        self.evaluations += [{"version": evaluation.version} | card.as_json() for card in cards.values()]
         self.status["pass_at_1"] = {str(evaluation.version): evaluation.pass_at_1} | self.status.get("pass_at_1", {})
         self.write()
-        unscored = f", {evaluation.num_unscored} without a score" if evaluation.num_unscored else ""
-        self.say(
-            f"held-out pass@1 at version {evaluation.version}: {evaluation.pass_at_1:.1%} "
-            f"({evaluation.num_scored} answers, mean length {evaluation.mean_response:.0f}{unscored})"
-        )
+        for name, card in cards.items():
+            unscored = f", {card.num_unscored} without a score" if card.num_unscored else ""
+            error = f" +- {card.pass_at_1_error:.1%}" if math.isfinite(card.pass_at_1_error) else ""
+            which = f"held-out {name}" if len(cards) > 1 else "held-out"
+            self.say(
+                f"{which} pass@1 at version {evaluation.version}: {card.pass_at_1:.1%}{error} "
+                f"({card.num_scored} answers, mean length {card.lengths['mean']:.0f}{unscored})"
+            )
 
     def lost(self, rank: int, host: str, text: str) -> None:
         """The run goes on without a rank; said at once, and kept in status.json."""
@@ -152,6 +161,7 @@ class Progress:
             "head_staleness_max": self.head_lag_max,
             "versions": self.status["version"],
             "why_ended": why,
+            "evaluations": self.evaluations,
         } | self._not_used()
 
     def _not_used(self) -> dict[str, int]:

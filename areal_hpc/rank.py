@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> tuple[int, bool]:
     start_logging(run_dir.rank_log(world.rank))
     try:
         check_world(world, config, arguments.component)
-        take_gpu(role_of(world.rank, config))
+        take_gpu(role_of(world.rank, config), "rollout" if config.is_evaluation else "trainer")
     except RunError as error:
         print(f"areal-hpc: {error.reason}", file=sys.stderr, flush=True)
         world.abort(error.code)
@@ -90,13 +90,14 @@ def say_what_death_means(config: Config) -> None:
         make_will(LastWill.UNTIL_READY if role_of(int(rank), config) == "rollout" else LastWill.ALWAYS)
 
 
-def take_gpu(role: str) -> None:
+def take_gpu(role: str, beside: str) -> None:
     """Leave this rank its own GPU only, before torch is imported, and note it for the comparison at the start.
 
-    A GPU that Slurm bound to the task has a number of its own in every task, so it is not noted.
+    A GPU that Slurm bound to the task has a number of its own in every task, so it is not noted. `beside`: role of the
+    ranks that share the first node with the controller.
     """
     bound = is_bound(os.environ)
-    gpu = narrow(os.environ, role)
+    gpu = narrow(os.environ, role, beside)
     if gpu is not None and not bound:
         os.environ[OWN_GPU] = gpu
 
@@ -122,15 +123,17 @@ def as_run_error(error: Exception) -> RunError:
 # -------------------------------------------------------------------------------------------------- controller
 def run_controller(config: Config, world: World, run_dir: RunDir) -> int:
     """The controller's life: preflight, the run, and the end, whatever it was."""
+    from areal_hpc.evaluator import EvaluationProgress
     from areal_hpc.progress import Progress
 
     signals.catch(signal.SIGINT, signal.SIGTERM, signals.SAVE_AND_REQUEUE)
-    progress = Progress(
+    kind = EvaluationProgress if config.is_evaluation else Progress
+    progress = kind(
         run_dir, config.name, config.steps, os.getpid(), socket.gethostname(), lambda line: print(line, flush=True)
     )
     code, why = Exit.DONE, ""
     try:
-        why = control(config, world, run_dir, progress)
+        why = (control_evaluation if config.is_evaluation else control)(config, world, run_dir, progress)
     except Exception as error:
         log.exception("the run ends here")
         failure = as_run_error(error)
@@ -170,7 +173,8 @@ def control(config: Config, world: World, run_dir: RunDir, progress: Any) -> str
     from areal_hpc.bookkeeping import rank_rows
     from areal_hpc.checkpoint import Checkpoints
     from areal_hpc.controller import Controller
-    from areal_hpc.data.reading import read_heldout, read_train
+    from areal_hpc.data.reading import read_train
+    from areal_hpc.heldout import read_sets
     from areal_hpc.resuming import SavedRun
     from areal_hpc.runlog_writer import RunLogWriter
     from areal_hpc.saver import Saver
@@ -185,19 +189,9 @@ def control(config: Config, world: World, run_dir: RunDir, progress: Any) -> str
     resume = (str(saved.path), saved.version) if saved else ("", 0)
     clock, hellos = welcome_all(world, config, *resume)
     source, bad_lines = read_train(config)
-    heldout_sets, bad_heldout = read_heldout(config)
+    heldout, bad_heldout = read_sets(config)
     bad_lines += bad_heldout
-    heldout = [prompt for prompts in heldout_sets.values() for prompt in prompts]
-    attributes = {
-        "name": config.name,
-        "attempt": run_dir.attempt,
-        "config": config.to_yaml(),
-        "config_fingerprint": config.fingerprint(),
-        "world_size": world.size,
-        "host": socket.gethostname(),
-        "compute": config.compute,
-    }
-    with RunLogWriter(run_dir.run_log, attributes=attributes, tokens=config.log.tokens) as run_log:
+    with RunLogWriter(run_dir.run_log, attributes=facts(config, run_dir, world), tokens=config.log.tokens) as run_log:
         run_log.ranks(rank_rows(hellos))
         claim = held_by(run_dir.root, run_dir.attempt)
         is_ours = (lambda: still_ours(claim)) if claim else (lambda: True)
@@ -212,17 +206,59 @@ def control(config: Config, world: World, run_dir: RunDir, progress: Any) -> str
             for note in notes:
                 controller.event(kind, note)
         progress.left_out(len(bad_lines))
-        try:
-            why = controller.run()
-        except Exception as error:
-            failure = as_run_error(error)
-            if failure.code == Exit.DEADLINE:
-                dump_stacks(hellos)
-            controller.event("ended", failure.reason)
-            raise
-        why = f"simulated: {why}" if config.is_simulated else why
-        controller.event("ended", why)
-        return why
+        return to_the_end(controller.run, event, hellos, config)
+
+
+def control_evaluation(config: Config, world: World, run_dir: RunDir, progress: Any) -> str:
+    """Run the evaluator with everything it owns; returns why it ended."""
+    from areal_hpc.answers import AnswerFile
+    from areal_hpc.bookkeeping import rank_rows
+    from areal_hpc.evaluator import Evaluator
+    from areal_hpc.heldout import read_sets, settings_of
+    from areal_hpc.runlog_writer import RunLogWriter
+
+    clock, hellos = welcome_all(world, config)
+    heldout, bad_lines = read_sets(config)
+    with (
+        AnswerFile(run_dir.root, settings_of(config, heldout)) as record,
+        RunLogWriter(run_dir.run_log, attributes=facts(config, run_dir, world)) as run_log,
+    ):
+        run_log.ranks(rank_rows(hellos))
+        evaluator = Evaluator(config, world, clock, run_log, heldout, progress, record)
+        for note in bad_lines:
+            evaluator.event("bad_line", note)
+        progress.left_out(len(bad_lines))
+        return to_the_end(lambda: evaluator.run(run_dir), evaluator.event, hellos, config)
+
+
+def facts(config: Config, run_dir: RunDir, world: World) -> dict[str, Any]:
+    """What the run log says about the run as a whole."""
+    return {
+        "name": config.name,
+        "attempt": run_dir.attempt,
+        "config": config.to_yaml(),
+        "config_fingerprint": config.fingerprint(),
+        "world_size": world.size,
+        "host": socket.gethostname(),
+        "compute": config.compute,
+    }
+
+
+def to_the_end(
+    run: Callable[[], str], event: Callable[[str, str], None], hellos: Sequence[Hello], config: Config
+) -> str:
+    """Call `run`; why it ended, or failed, is the last event of the log."""
+    try:
+        why = run()
+    except Exception as error:
+        failure = as_run_error(error)
+        if failure.code == Exit.DEADLINE:
+            dump_stacks(hellos)
+        event("ended", failure.reason)
+        raise
+    why = f"simulated: {why}" if config.is_simulated else why
+    event("ended", why)
+    return why
 
 
 def dump_stacks(hellos: Sequence[Hello]) -> None:

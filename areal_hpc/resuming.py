@@ -57,6 +57,11 @@ class SavedRun:
             raise RunError(Exit.CONFIG, f"cannot resume from {self.path}: {error}") from None
         return ControllerState.resume(rules, self._state)
 
+    @property
+    def evaluation(self) -> dict[str, Any]:
+        """The held-out evaluation that was under way beside training, as examiner.py left it; {} for none."""
+        return self._state.get("evaluation") or {}
+
     def group(self, group_id: int) -> tuple[str, str]:
         """(Prompt id, name of the file that holds it) of a group of the checkpoint."""
         return self._groups[group_id]

@@ -160,19 +160,26 @@ class Rollout:
 
     def announce(self, group: Group) -> None:
         header = group.header
-        message = GroupFinished(header.group_id, len(group.prompt), header.purpose)
+        texts, answers = self.words_of(group) if self.config.is_evaluation else ([], [])
+        message = GroupFinished(header.group_id, len(group.prompt), header.purpose, texts, answers)
         self.world.post(CONTROLLER, message, group.figures(self.clock))
         if header.purpose == "evaluate":
             del self.groups[header.group_id]
+
+    def words_of(self, group: Group) -> tuple[list[str], list[str | None]]:
+        """Texts of a finished group and what the reward function read out of them, by sample index."""
+        order = range(group.header.num_samples)
+        texts = [self.compute.decode(group.completions[s].tokens) for s in order]
+        words = [text.encode("utf-8", "backslashreplace").decode() for text in texts]  # half a surrogate cannot travel
+        return words, [group.rewards[s].answer for s in order]
 
     def grant_credits(self) -> None:
         """Tell the controller about free places as soon as they suffice for a group, or nothing else runs; not while
         too many answers wait for their reward."""
         if self.backlog.holds(self.rewards.num_pending):
             return
-        if self.credits_to_grant >= self.config.trainer.group_size or (
-            self.credits_to_grant and not self.engine.num_running
-        ):
+        enough = 1 if self.config.is_evaluation else self.config.trainer.group_size
+        if self.credits_to_grant >= enough or (self.credits_to_grant and not self.engine.num_running):
             self.world.post(CONTROLLER, Credits(self.credits_to_grant))
             self.credits_to_grant = 0
 
@@ -296,10 +303,15 @@ class Rollout:
             key=(header.group_id, sample),
             prompt=group.prompt,
             max_new_tokens=self.config.rollout.max_new_tokens,
-            seed=sample_seed(self.config.seed, header.purpose, header.group_id, sample),
+            seed=self.seed(header, sample),
             min_version=header.min_version,
             begun=begun,
         )
+
+    def seed(self, header: AdmitGroup, sample: int) -> int:
+        """Held-out answers follow from prompt and sample number: every version and every run meets the same numbers."""
+        group = header.prompt_id if header.purpose == "evaluate" else header.group_id
+        return sample_seed(self.config.seed, header.purpose, group, header.first_sample + sample)
 
     def ship(self, header: ShipSamples, group_ids: NDArray, samples: NDArray, trainers: NDArray) -> None:
         """Send finished samples to the trainers that will learn from them."""

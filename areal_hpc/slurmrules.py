@@ -14,7 +14,8 @@ PER_STEP = {"nodes", "ranks_per_node", "cpus_per_task"}
 
 def _components(c: Config) -> Iterator[tuple[str, int, ComponentConfig]]:
     """(Name, ranks that need a place, settings) of all components but a head."""
-    yield "trainer", c.trainer.ranks, merged(c.slurm.common, c.slurm.trainer)
+    if not c.is_evaluation:
+        yield "trainer", c.trainer.ranks, merged(c.slurm.common, c.slurm.trainer)
     yield "rollout", c.rollout.ranks, merged(c.slurm.common, c.slurm.rollout)
     if c.reward.ranks:
         yield "reward", c.reward.ranks, merged(without_gpus(c.slurm.common), c.slurm.reward)

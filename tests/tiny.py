@@ -55,14 +55,27 @@ def reward(prompt: str, completion: str, metadata: dict) -> tuple[float, str]:
     return (5.0, "correct") if 2 * first > len(completion) else (-5.0, "wrong")
 
 
-slept: list[float] = []
+def reward_with_answer(prompt: str, completion: str, metadata: dict) -> tuple[float, str, str]:
+    """The same, and which half it has more letters of."""
+    first = sum(letter in LETTERS[:4] for letter in completion)
+    more = "first" if 2 * first > len(completion) else "tie" if 2 * first == len(completion) else "second"
+    return (*reward(prompt, completion, metadata), more)
 
 
-def slow_at_first(prompt: str, completion: str, metadata: dict, *, seconds: float) -> tuple[float, str]:
-    """The same, but every process takes `seconds` for its first answer."""
-    if not slept:
-        slept.append(seconds)
-        time.sleep(seconds)
+def waits_for_others(prompt: str, completion: str, metadata: dict, *, directory: str, others: int) -> tuple[float, str]:
+    """The same, but the very first answer takes until so many others have been scored."""
+    first, scored = Path(directory) / "first", Path(directory) / "others"
+    try:
+        first.touch(exist_ok=False)
+    except FileExistsError:
+        with scored.open("a") as file:
+            file.write("x")
+    else:
+        deadline_s = time.monotonic() + 90
+        while not scored.exists() or scored.stat().st_size < others:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("the others wait for this one")
+            time.sleep(0.05)
     return reward(prompt, completion, metadata)
 
 

@@ -13,7 +13,9 @@ BENCHES = {
     "weights": "the weight broadcast against one raw broadcast of the same bytes",
     "engine": "generation tokens/s against transformers' own generate",
     "packing": "micro-batches against their lower bound",
+    "verifier": "maths answers/s and right verdicts against bare math-verify",
     "log": "time for the run log per step",
+    "sandbox": "judged programs per second against running them bare",
 }
 
 

@@ -34,6 +34,7 @@ from areal_hpc.config.schema import (
     settings,
     without_item,
 )
+from areal_hpc.config.types import has_half_character
 from areal_hpc.exits import Exit, RunError
 
 Places = dict[str, tuple[float, str]]
@@ -320,7 +321,7 @@ def _unstorable(config: Config) -> Iterator[Problem]:
             value = getattr(value, part, None)
         if isinstance(value, int) and value > _LARGEST:
             yield Problem(setting.name, f"must be at most 2^63 - 1, got {shown(value)}")
-        elif isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+        elif not setting.is_section and has_half_character(value):
             yield Problem(setting.name, f"must be text, got half a character in {shown(value)}")
 
 
@@ -366,7 +367,7 @@ def _as_whole(text: str) -> str:
 
 def shown(value: Any) -> str:
     """A value as it would be written in YAML, cut to a readable length."""
-    if isinstance(value, (dict, list)):
+    if isinstance(value, (dict, list, tuple)):
         return "a mapping" if isinstance(value, dict) else "a list"
     if isinstance(value, datetime.date):
         return f"the date {value}"

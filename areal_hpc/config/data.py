@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from areal_hpc.config.sources import ChatConfig, OptionalSources, SourceConfig, Sources
-from areal_hpc.config.types import Count, Section, Text, Unit, Whole
+from areal_hpc.config.types import Count, Number, Section, Text, Unit, Whole
 
 
 class ModelConfig(Section):
@@ -63,6 +63,10 @@ def _sources(value: str | tuple[SourceConfig, ...] | None, name: str) -> tuple[S
 class EvaluationConfig(Section):
     samples: Annotated[Count, Unit("answers per prompt")] = 1
     """Answers per held-out prompt; pass@1 is their mean."""
+    every: Annotated[Count, Unit("policy versions")] | None = None
+    """Also evaluate every so many versions, beside training and without stopping it; null: not during training."""
+    share: Annotated[Number, Field(gt=0, le=1)] = 0.25
+    """Largest share of each rollout rank's slots for held-out answers beside training; they take free places first."""
     at_start: bool = True
     """Evaluate the model before the first step."""
     at_end: bool = True

@@ -77,6 +77,8 @@ def few_shot_has_examples(c: Config) -> Iterator[Problem]:
 # --------------------------------------------------------------------------------------------------------- files
 @rule("data.train", "prepare", files=True)
 def train_is_there(c: Config) -> Iterator[Problem]:
+    if c.is_evaluation:
+        return  # nobody reads it
     for where, source in _named(c, "train"):
         yield from _is_there(c, where, source)
 
@@ -86,7 +88,7 @@ def heldout_is_there(c: Config) -> Iterator[Problem]:
     trained = {_identity(source) for source in c.data.train_sources}
     for where, source in _named(c, "heldout"):
         yield from _is_there(c, where, source)
-        if _identity(source) in trained:
+        if _identity(source) in trained and not c.is_evaluation:
             yield Problem(where, "is the training file, so it measures memory, not skill", fatal=False)
 
 

@@ -21,8 +21,9 @@ class RolloutConfig(Section):
     """Longest prompt; a longer one is dropped and counted."""
     max_new_tokens: Tokens = 1024
     """Longest response, its end-of-sequence token included."""
-    temperature: Annotated[Number, Field(gt=0)] = 1.0
-    """Sampling temperature; log-probs are those of the distribution at this temperature."""
+    temperature: Annotated[Number, Field(ge=0)] = 1.0
+    """Sampling temperature; log-probs are those of the distribution at this temperature. 0, the likeliest token, is for
+    evaluations only."""
     interrupt: bool = True
     """Take new weights between two tokens of running sequences; false: running sequences finish first."""
     prefill_tokens: Tokens = 8192

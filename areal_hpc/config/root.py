@@ -91,14 +91,19 @@ class Config(Section):
     @property
     def num_expendable(self) -> int:
         """How many rollout ranks may be lost, where MPI lets the others live. With reward ranks none: those would send
-        to a dead one, and MPICH crashes then (lifelines.py)."""
-        if self.reward.ranks:
+        to a dead one, and MPICH crashes then (lifelines.py). An evaluation goes on where it was in any case."""
+        if self.reward.ranks or self.is_evaluation:
             return 0
         return min(int(self.survive.lost_rollouts * self.rollout.ranks), self.rollout.ranks - 1)
 
     @property
     def max_sequence_tokens(self) -> int:
         return self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Nothing is trained: held-out prompts are answered with the weights in model.path."""
+        return self.trainer.ranks == 0
 
     @property
     def is_simulated(self) -> bool:

@@ -80,7 +80,7 @@ def _overlap(one: str, other: str) -> bool:
 @rule("trainer.group_size", "trainer.advantage.group_norm")
 def one_answer_has_no_spread(c: Config) -> Iterator[Problem]:
     norm = c.trainer.advantage.group_norm
-    if c.trainer.group_size == 1 and norm != "none":
+    if not c.is_evaluation and c.trainer.group_size == 1 and norm != "none":
         yield Problem(
             "trainer.group_size",
             f"a group of one answer has no spread, so trainer.advantage.group_norm = {norm} makes every advantage 0",
@@ -90,13 +90,19 @@ def one_answer_has_no_spread(c: Config) -> Iterator[Problem]:
 
 @rule("trainer.micro_batch_tokens", "rollout.max_prompt_tokens", "rollout.max_new_tokens")
 def longest_sequence_fits(c: Config) -> Iterator[Problem]:
-    if c.trainer.micro_batch_tokens < c.max_sequence_tokens:
+    if not c.is_evaluation and c.trainer.micro_batch_tokens < c.max_sequence_tokens:
         yield Problem(
             "trainer.micro_batch_tokens",
             f"must hold the longest sequence, rollout.max_prompt_tokens + rollout.max_new_tokens = "
             f"{c.rollout.max_prompt_tokens} + {c.rollout.max_new_tokens} = {c.max_sequence_tokens} [tokens], "
             f"got {c.trainer.micro_batch_tokens}",
         )
+
+
+@rule("rollout.temperature", "trainer.ranks")
+def training_needs_chance(c: Config) -> Iterator[Problem]:
+    if c.rollout.temperature == 0 and not c.is_evaluation:
+        yield Problem("rollout.temperature", "must be above 0 for training: the likeliest token has no log-prob")
 
 
 @rule("trainer.minibatches", "trainer.batch_size", "trainer.group_size")
@@ -194,6 +200,16 @@ def model_is_there(c: Config) -> Iterator[Problem]:
     ]
     if missing:
         yield Problem("model.path", f"{path} is no Hugging Face model, it lacks {', '.join(missing)}")
+
+
+@rule("data.heldout", "trainer.ranks", "evaluation.every")
+def evaluations_have_prompts(c: Config) -> Iterator[Problem]:
+    if c.data.heldout_sources:
+        return
+    if c.is_evaluation:
+        yield Problem("data.heldout", "is missing: without trainer ranks the run is an evaluation of these prompts")
+    elif c.evaluation.every is not None:
+        yield Problem("evaluation.every", "has no effect without data.heldout", fatal=False)
 
 
 def is_prepared(c: Config, path: Path) -> bool:

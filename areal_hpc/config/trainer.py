@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from areal_hpc.config.types import Count, Number, Ranks, Section, Tokens, Unit, Whole
+from areal_hpc.config.types import Count, Number, Section, Tokens, Unit, Whole
 
 
 class ObjectiveConfig(Section):
@@ -49,8 +49,9 @@ class OptimizerConfig(Section):
 
 
 class TrainerConfig(Section):
-    ranks: Ranks = 1
-    """Number of trainer ranks; each holds the whole model, gradients are summed over them."""
+    ranks: Annotated[Whole, Field(ge=0), Unit("MPI ranks")] = 1
+    """Number of trainer ranks; each holds the whole model, gradients are summed over them. 0: nothing is trained, the
+    held-out prompts are answered with the weights in model.path (`areal-hpc evaluate`)."""
     engine: Literal["transformers", "simulated"] = "transformers"
     """Training engine; simulated: a timed model without weights, see simulation."""
     batch_size: Annotated[Count, Unit("prompts")] = 512

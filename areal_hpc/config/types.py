@@ -42,3 +42,13 @@ class Section(BaseModel):
     """Base of all sections: unknown keys are errors, a string under a field is its documentation."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True, protected_namespaces=())
+
+
+def has_half_character(value: Any) -> bool:
+    """Somewhere in a value stands half of a surrogate pair, which neither a file nor a message can hold."""
+    if isinstance(value, Section):
+        return any(has_half_character(getattr(value, name)) for name in type(value).model_fields)
+    if isinstance(value, (dict, tuple, list)):
+        inside = [*value, *value.values()] if isinstance(value, dict) else value
+        return any(map(has_half_character, inside))
+    return isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value)

@@ -115,18 +115,16 @@ def read_train(config: Config) -> tuple[Source, list[str]]:
     Raises DatasetError: with the problems of all sources.
     """
     data = config.data
-    sources, bad_lines = _read_all(data.train_sources, data, qualify=not isinstance(data.train, str))
+    alone = isinstance(data.train, str)
+    sources, bad_lines = _read_all(data.train_sources, data, qualify=not alone)
+    epochs = data.epochs if alone else None
     drawn = [
-        PromptSource(prompts, seed=config.seed, shuffle=data.shuffle, epochs=data.epochs, name=name)
+        PromptSource(prompts, seed=config.seed, shuffle=data.shuffle, epochs=epochs, name=name)
         for name, prompts in sources.items()
     ]
-    if isinstance(data.train, str):
+    if alone:
         return drawn[0], bad_lines
-    endless = [
-        PromptSource(prompts, seed=config.seed, shuffle=data.shuffle, epochs=None, name=name)
-        for name, prompts in sources.items()
-    ]
-    return Mixture(endless, [source.weight for source in data.train_sources], data.epochs), bad_lines
+    return Mixture(drawn, [source.weight for source in data.train_sources], data.epochs), bad_lines
 
 
 def read_heldout(config: Config) -> tuple[dict[str, list[Prompt]], list[str]]:

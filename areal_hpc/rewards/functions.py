@@ -199,7 +199,7 @@ def _judged(value: object) -> Value | BaseException:
 class Scorer:
     """All terms of a recipe, loaded. Raises whatever the import of one raises, and TypeError as `facts_of`.
 
-    `exhausted`: memory ran out; the process should end, what it holds may be broken.
+    `exhausted`: memory ran out; the process should be replaced, what it holds may be broken.
     """
 
     def __init__(self, recipe: Recipe) -> None:

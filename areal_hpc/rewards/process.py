@@ -81,8 +81,6 @@ def main(arguments: list[str]) -> None:
             last = scorer.exhausted and sample is samples[-1]
             answer = Answer(sample.id, reward, outcome, seconds, detail, last, text)  # type: ignore[arg-type]
             os.write(answers, answer_frame(answer))
-        if scorer.exhausted:
-            break
     os._exit(0)  # threads left by a function must not hold the process
 
 

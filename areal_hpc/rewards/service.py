@@ -269,7 +269,7 @@ class RewardService:
                 key, found = child.finish(answer.id).key, (answer.reward, answer.answer)
                 self._settle(key, answer.outcome, answer.seconds, answer.detail, found)
             if answer.last:
-                child.fault = "ended because its memory had run out"
+                child.fault = "ran out of memory"
 
     def _replace(self, child: Child, now: float) -> None:
         """Bury a process that is dead, faulty or over its deadline, and decide about its jobs."""

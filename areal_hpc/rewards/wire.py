@@ -54,7 +54,7 @@ class Sample(msgspec.Struct, array_like=True, frozen=True):
 class Answer(msgspec.Struct, array_like=True, frozen=True):
     """Process to rank. The first one has id 0: "ready", or "error" when a function cannot be loaded.
 
-    `last`: the process ends with this answer. `answer`: what the function read, at most MAX_ANSWER_TEXT_BYTES of UTF-8.
+    `last`: the process wants to be replaced. `answer`: what the function read, at most MAX_ANSWER_TEXT_BYTES of UTF-8.
     """
 
     id: int

@@ -5,42 +5,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import shutil
 import socket
 import subprocess
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from areal_hpc.sandbox import wire
-from areal_hpc.sandbox.enter import NOBODY, UID
+from areal_hpc.sandbox import nursery, wire
 from areal_hpc.sandbox.languages import Language
 from areal_hpc.sandbox.limits import Limits, SandboxError
-from areal_hpc.sandbox.plan import HOME, bwrap_arguments, interpreter, plan
+from areal_hpc.sandbox.plan import plan
 
-MODES = ("bwrap", "namespaces", "rlimits")
-START_TIMEOUT_S = 20.0
+MODES = ("namespaces", "bwrap", "rlimits")
 _GRACE_S = 5.0
-_BOOT = "import sys; sys.path[0] = {!r}; from areal_hpc.sandbox.init import main; main()"
-_ENVIRONMENT = {
-    "PATH": "/usr/bin:/bin",
-    "HOME": "/tmp",
-    "LANG": "C.UTF-8",
-    "PYTHONUTF8": "1",
-    "PYTHONHASHSEED": "0",  # the same program gets the same verdict
-    "PYTHONDONTWRITEBYTECODE": "1",
-}
-_BWRAP = [
-    "--unshare-pid",
-    "--unshare-net",
-    "--unshare-ipc",
-    "--unshare-uts",
-    "--unshare-cgroup-try",
-    "--die-with-parent",
-    "--new-session",
-    "--as-pid-1",
-]
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +59,7 @@ class Sandbox:
         self.mode, self.limits = mode, limits or Limits()
         self._program: dict[str, Any] | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._alive = False
         self._directory: str | None = None
         self._start()
 
@@ -125,73 +104,66 @@ class Sandbox:
 
     def close(self) -> None:
         """End it and wait until all of its processes are gone."""
-        if self._process is None:
+        if not self._alive:
             return
+        self._alive = False
         self._control.close()
         self._tests.close()
-        try:
-            self._process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
+        if not select.select([self._gone], [], [], _GRACE_S)[0]:
             _log.warning("a sandbox did not end within %g s and was killed", _GRACE_S)
-            self._process.kill()
+            self._process.kill() if self._process else nursery.stop_zygote()
+        os.close(self._gone)
+        if self._process is not None:
             self._process.wait()
-        self._process = None
+            self._process = None
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
 
     def _start(self) -> None:
-        pairs = [socket.socketpair() for _ in range(2)]
-        (self._control, control), (self._tests, tests) = pairs
-        settings: dict[str, Any] = {"mode": self.mode, "limits": self.limits, "parent": os.getpid()}
-        steps = plan(self.limits) if self.mode != "rlimits" else []
-        if self.mode == "rlimits":
-            self._directory = settings["directory"] = tempfile.mkdtemp(prefix="areal_hpc_sandbox_")
-            if os.geteuid() == 0:
-                os.chown(self._directory, NOBODY, NOBODY)
-        settings["plan"] = steps
-        place = HOME if self.mode == "bwrap" else str(Path(__file__).parents[2])
-        python = [interpreter(), "-s", "-S", "-c", _BOOT.format(place), str(control.fileno()), str(tests.fileno())]
+        (self._control, control), (self._tests, tests) = socket.socketpair(), socket.socketpair()
+        self._gone, gone = os.pipe()
+        self._alive = True
+        settings: dict[str, Any] = {"mode": self.mode, "limits": self.limits, "plan": []}
         try:
-            self._process = subprocess.Popen(
-                [*_bwrap(steps), *python] if self.mode == "bwrap" else python,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                pass_fds=(control.fileno(), tests.fileno()),
-                env=_environment(),
-                cwd="/",
-            )
-        except OSError as error:
-            self._control.close()
-            self._tests.close()
-            raise SandboxError(f"{self.mode}: {error}") from None
+            if self.mode == "rlimits":
+                self._directory = settings["directory"] = nursery.scratch()
+            else:
+                settings["plan"] = plan(self.limits)
+            descriptors = [control.fileno(), tests.fileno(), gone]
+            if self.mode == "bwrap":
+                self._process = nursery.bubblewrap(settings["plan"], descriptors)
+            else:
+                nursery.fork(descriptors)
+        except SandboxError:
+            os.close(gone)
+            self.close()
+            raise
         finally:
             control.close()
             tests.close()
-        self._hello(settings)
+        os.close(gone)
+        self._greet(settings)
 
-    def _hello(self, settings: dict[str, Any]) -> None:
-        assert self._process is not None and self._process.stderr is not None
-        self._control.settimeout(START_TIMEOUT_S)
-        self._tests.settimeout(self.limits.wall_s + START_TIMEOUT_S)
+    def _greet(self, settings: dict[str, Any]) -> None:
+        self._control.settimeout(nursery.START_TIMEOUT_S)
         try:
             wire.send(self._control, settings)
             answer = wire.receive(self._control, 1 << 16)
+            reason = answer.get("reason")
         except wire.Closed as error:
-            answer = {"ready": False, "reason": ""}
-            reason = str(error)
-        if not answer["ready"]:
-            process = self._process
+            reason = nursery.last_words(self._process) if self._process else str(error)
+        if reason is not None:
             self.close()
-            said = process.stderr.read().decode(errors="replace").split("\n") if process.stderr else []
-            last = [line for line in said if line.strip()][-1:]
-            raise SandboxError(f"{self.mode}: {answer['reason'] or ' '.join(last) or reason}")
-        self._process.stderr.close()
+            raise SandboxError(f"{self.mode}: {reason}")
+        if self._process is not None and self._process.stderr is not None:
+            self._process.stderr.close()
         self.pid_namespace: str = answer["pid_namespace"]
-        self._control.settimeout(self.limits.wall_s + START_TIMEOUT_S)
+        for sock in (self._control, self._tests):
+            sock.settimeout(self.limits.wall_s + nursery.START_TIMEOUT_S)
 
     def _revive(self) -> None:
-        if self._process is None:
+        if not self._alive:
             self._start()
             if self._program is not None:
                 self._tell({"do": "program", **self._program})
@@ -214,19 +186,3 @@ class Sandbox:
             return Ended(str(answer["end"]), int(answer["code"]), answer["output"].encode("latin-1"))
         except wire.Closed:
             return Ended("lost", 0, b"")
-
-
-def _environment() -> dict[str, str]:
-    libraries = os.environ.get("LD_LIBRARY_PATH")  # an interpreter from a module may not start without
-    return {**_ENVIRONMENT, **({"LD_LIBRARY_PATH": libraries} if libraries else {})}
-
-
-def _bwrap(steps: list[list[Any]]) -> list[str]:
-    place = shutil.which("bwrap")
-    if place is None:
-        raise FileNotFoundError("bubblewrap is not installed (no `bwrap` in PATH)")
-    if os.geteuid() == 0:  # process 1 changes to nobody and gives these up
-        user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    else:
-        user = ["--unshare-user", "--uid", str(UID), "--gid", str(UID)]
-    return [place, *_BWRAP, *user, *bwrap_arguments(steps), "--chdir", "/tmp", "--"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from typing import Any
+from typing import Any, NoReturn
 
 from areal_hpc.sandbox import kernel
 
@@ -52,11 +52,12 @@ def _new_user(flags: int) -> None:
             file.write(text)
 
 
-def stay(child: int) -> None:
-    """Outside: live exactly as long as process 1, which takes all of its namespace with it. Does not return."""
+def stay(child: int, gone_fd: int) -> NoReturn:
+    """Outside: live, and keep `gone_fd` open, as long as process 1, which takes all of its namespace with it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    os.closerange(0, 1 << 12)
+    os.closerange(0, gone_fd)
+    os.closerange(gone_fd + 1, 1 << 12)
     os.waitpid(child, 0)
     os._exit(0)
 
@@ -73,6 +74,10 @@ def build_root(steps: list[list[Any]]) -> None:
     os.chdir("/")
     for kind, *rest in steps:
         _build(kind, rest)
+    tops = tuple(_NEW + rest[-1] for kind, *rest in steps if kind == "bind")
+    for place in _mounts():
+        if place in tops or place.startswith(tuple(top + "/" for top in tops)):
+            kernel.remount_readonly(place)
     kernel.unmount(_OLD)
     os.chdir(_NEW)
     kernel.pivot_root(".", ".")
@@ -98,12 +103,8 @@ def _build(kind: str, rest: list[Any]) -> None:
         kernel.mount("tmpfs", target, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, f"mode=1777,size={rest[0]}")
     elif kind in ("bind", "device"):
         kernel.mount(_OLD + rest[0], target, "", kernel.MS_BIND | kernel.MS_REC)
-        if kind == "bind":
-            for place in _mounts_below(target):
-                kernel.remount_readonly(place)
 
 
-def _mounts_below(top: str) -> list[str]:
+def _mounts() -> list[str]:
     with open(f"{_OLD}/proc/self/mountinfo") as file:
-        places = [re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), line.split()[4]) for line in file]
-    return [place for place in places if place == top or place.startswith(top + "/")]
+        return [re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), line.split()[4]) for line in file]

@@ -1,4 +1,4 @@
-"""Process 1 of a sandbox: `python -s -S -c BOOT CONTROL_FD TESTS_FD`, started by `box`, never by hand.
+"""Process 1 of a sandbox: a fork of `zygote`, or what bubblewrap has started; never started by hand.
 
 It runs one test after another in children of its own, watches them, and kills whatever a test has left before the next
 one begins. It never holds what a test expects: the tests' process reads that from a socket of its own. Children cannot
@@ -22,7 +22,9 @@ from areal_hpc.sandbox import enter, kernel, program, tester, wire
 from areal_hpc.sandbox.limits import Limits
 
 MAX_MESSAGE_BYTES = 256 << 20
-MAX_FILES = 1 << 16
+MAX_FILES = 1 << 14
+"""In /tmp and in /dev/shm: empty files cost memory, too."""
+
 _TICK_S = 0.02
 _STACK_BYTES = 64 << 20
 _NAMESPACES_COUNT_PROCESSES = (5, 14)
@@ -120,8 +122,9 @@ class Init:
             resource.RLIMIT_MSGQUEUE: (0, 0),
         }
         release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
-        if self._alone and release >= _NAMESPACES_COUNT_PROCESSES:
-            wanted[resource.RLIMIT_NPROC] = (limits.processes + 2,) * 2  # with process 1 and the tests'
+        if not self._alone or release >= _NAMESPACES_COUNT_PROCESSES:  # else `_excess` has to be fast enough
+            others = 0 if self._alone else _num_tasks(os.getuid())
+            wanted[resource.RLIMIT_NPROC] = (others + limits.processes + 2,) * 2  # with process 1 and the tests'
         for kind, (soft, hard) in wanted.items():
             most = resource.getrlimit(kind)[1]
             if most != resource.RLIM_INFINITY:
@@ -241,6 +244,16 @@ class Init:
                 return
 
 
+def _num_tasks(uid: int) -> int:
+    """Processes and threads of a user, as far as /proc shows them."""
+    total = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/status") as file:
+            facts = dict(line.split(":", 1) for line in file if ":" in line)
+            total += int(facts["Threads"]) if int(facts["Uid"].split()[0]) == uid else 0
+    return total
+
+
 def _write(fd: int, rest: memoryview) -> memoryview:
     """What is left after one write; nothing, if nobody reads."""
     try:
@@ -271,14 +284,22 @@ def _lock(mode: str) -> None:
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
 
 
-def main() -> NoReturn:
-    """Set up the isolation, say so, serve."""
-    del sys.path[0]  # everything of ours is imported
-    control, tests = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+def start(descriptors: tuple[int, int, int], parent: int) -> NoReturn:
+    """Read the settings, set up the isolation, say so, serve.
+
+    Args:
+        descriptors: the sockets for control and tests, and what stays open until the last process is gone.
+        parent: process id of the zygote; 0 inside of bubblewrap.
+    """
+    control, tests = (socket.socket(fileno=fd) for fd in descriptors[:2])
     try:
         settings = wire.receive(control, MAX_MESSAGE_BYTES)
         try:
-            _enter(settings)
+            kernel.machine()
+            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+            if parent and os.getppid() != parent:
+                os._exit(1)
+            _enter(settings, descriptors[2])
             wire.send(control, {"ready": True, "pid_namespace": os.readlink("/proc/self/ns/pid")})
             _lock(settings["mode"])
         except OSError as error:
@@ -287,20 +308,25 @@ def main() -> NoReturn:
         Init(control, tests, settings["mode"], Limits(*settings["limits"])).serve()
     except wire.Closed:
         os._exit(0)
+    finally:
+        os._exit(1)
 
 
-def _enter(settings: dict[str, Any]) -> None:
-    kernel.machine()
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+def main() -> NoReturn:
+    """What bubblewrap starts."""
+    del sys.path[0]  # everything of ours is imported
+    start((int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])), parent=0)
+
+
+def _enter(settings: dict[str, Any], gone_fd: int) -> None:
     if settings["mode"] == "namespaces":
-        if os.getppid() != settings["parent"]:
-            os._exit(1)
         enter.namespaces()
         if child := os.fork():
-            enter.stay(child)
+            enter.stay(child, gone_fd)
+        os.close(gone_fd)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.setsid()
         enter.build_root(settings["plan"])
+    os.setsid() if os.getpid() != os.getsid(0) else None
     if os.geteuid() == 0:
         enter.become_nobody(own_user_namespace=settings["mode"] != "rlimits")
         if not os.access(os.__file__, os.R_OK):

@@ -13,6 +13,8 @@ from areal_hpc.sandbox.plan import plan
 
 VARIABLE = "AREAL_HPC_SANDBOX"
 CHOICES = ("auto", *MODES)
+FULL = ("namespaces", "bwrap")
+"""Equal in what they guarantee; the first costs a third of the second's processor time."""
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ def probe(mode: str) -> None:
 
 
 def choose(wanted: str | None = None) -> str:
-    """The mode to use: `wanted`, else what AREAL_HPC_SANDBOX says, else the first of bwrap and namespaces that works.
+    """The mode to use: `wanted`, else what AREAL_HPC_SANDBOX says, else the first of FULL that works.
 
     "rlimits" is weaker and only taken when asked for by name, with a warning in the log.
 
@@ -76,7 +78,7 @@ def choose(wanted: str | None = None) -> str:
     if choice == "rlimits":
         _log.warning("code rewards run with limits only: a program can read files and processes of this user")
     reasons = []
-    for mode in ("bwrap", "namespaces") if choice == "auto" else (choice,):
+    for mode in FULL if choice == "auto" else (choice,):
         try:
             probe(mode)
             return mode

@@ -109,7 +109,7 @@ def pivot_root(new: str, old: str) -> None:
 def remount_readonly(target: str) -> None:
     """Make one mount read-only without the loss of flags that a user namespace may not take away."""
     has = os.statvfs(target).f_flag
-    flags = has & (MS_NODEV | MS_NOEXEC | MS_NOATIME | MS_NODIRATIME)
+    flags = MS_NODEV | has & (MS_NOEXEC | MS_NOATIME | MS_NODIRATIME)
     flags |= MS_RELATIME if has & _ST_RELATIME else 0 if has & MS_NOATIME else MS_STRICTATIME
     mount("", target, "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | flags)
 

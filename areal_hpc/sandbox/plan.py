@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import sysconfig
 from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import Any
@@ -33,6 +32,7 @@ def interpreter() -> str:
     return os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
 
 
+@lru_cache(maxsize=8)
 def plan(limits: Limits) -> Plan:
     """Mounts and files of a sandbox on this machine."""
     steps: Plan = []
@@ -64,8 +64,10 @@ def _homes() -> list[str]:
 @lru_cache(maxsize=1)
 def _of_interpreter() -> list[str]:
     """What the interpreter needs outside the system directories: itself, its library and shared objects."""
-    paths = [interpreter(), sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"]]
-    paths += [os.path.join(sys.base_prefix, name) for name in ("lib", "lib64")]
+    paths = [interpreter(), os.path.dirname(os.__file__)]
+    paths += [
+        os.path.join(prefix, name) for prefix in (sys.base_prefix, sys.base_exec_prefix) for name in ("lib", "lib64")
+    ]
     code = "print(*{line.split()[-1] for line in open('/proc/self/maps') if '.so' in line}, sep='\\n')"
     command = [interpreter(), "-s", "-S", "-c", code]
     paths += subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=30, check=True).stdout.split("\n")

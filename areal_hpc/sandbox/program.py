@@ -8,9 +8,7 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
-import traceback
 from types import ModuleType
 from typing import Any
 
@@ -49,7 +47,6 @@ def run_main(program: dict[str, Any]) -> None:
     except SystemExit as error:
         code = exit_code(error)
     except BaseException:
-        traceback.print_exc()
         code = 1
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
@@ -62,6 +59,8 @@ def run_main(program: dict[str, Any]) -> None:
 
 def _execute(program: dict[str, Any]) -> None:
     """Become the interpreter of another language, in a new directory with the program's file."""
+    import tempfile
+
     os.chdir(tempfile.mkdtemp(prefix="program_"))
     with open(program["file"], "w") as file:
         file.write(program["source"])
@@ -73,9 +72,7 @@ def run_call(program: dict[str, Any]) -> None:
     """One call of one function: the request comes from standard input, the value goes to its own pipe."""
     reply = os.dup(_REPLY_FD)
     request = wire.receive(_as_socket(), 1 << 30)
-    source, name = program["source"], request["name"]
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    module = load(source, "program")
+    name, module = request["name"], load(program["source"], "program")
     solution = module.get("Solution")
     function = getattr(solution(), name) if isinstance(solution, type) and name not in module else module[name]
     result = values.encode(function(*request["args"]), _refuse)

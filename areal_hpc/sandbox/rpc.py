@@ -48,15 +48,17 @@ class Peer:
         self._send(["ask", operation, [self._encode(argument) for argument in arguments]])
         while True:
             kind, *content = self._receive()
-            if kind == "ask":
+            if kind == "ask" and len(content) == 2:
                 self._answer(*content)
-            elif kind == "value":
+            elif kind == "value" and len(content) == 1:
                 return self._decode(content[0])
-            elif kind == "changed":
+            elif kind == "changed" and operation == "call" and len(content) == 1:
                 _change(arguments, self._decode(content[0]))
                 return None
-            else:
+            elif kind == "raised" and len(content) == 2:
                 raise _exception(*map(str, content))
+            else:
+                raise Lost(f"not a message: {kind}")
 
     def serve(self) -> None:
         """Answer until the other side is gone, then raise Lost."""
@@ -117,27 +119,23 @@ class Peer:
         return message
 
 
-def _change(before: tuple[Any, ...], after: list[Any]) -> None:
+def _change(before: tuple[Any, ...], after: Any) -> None:
     """Arguments that a call changed in place. Only calls that return None may do so: else the answer is the value."""
-    for old, new in zip(before, after, strict=False):
-        if isinstance(old, list) and isinstance(new, list):
-            _change_arguments(old, new)
-        elif isinstance(old, dict) and isinstance(new, dict):
-            for key in old:
-                _change_arguments(old[key], new.get(key))
+    if not (isinstance(after, list) and len(after) == 2 and isinstance(after[0], list) and isinstance(after[1], dict)):
+        raise Lost("not the arguments of a call")
+    pairs = [*zip(before[0], after[0], strict=False)]
+    pairs += [(before[1][key], value) for key, value in after[1].items() if key in before[1]]
+    for old, new in pairs:
+        if type(old) is not type(new):
+            continue
+        if isinstance(old, (list, bytearray)):
+            old[:] = new
+        elif isinstance(old, (dict, set)):
+            old.clear()
+            old.update(new)
 
 
-def _change_arguments(old: Any, new: Any) -> None:
-    if type(old) is not type(new):
-        return
-    if isinstance(old, (list, bytearray)):
-        old[:] = new
-    elif isinstance(old, (dict, set)):
-        old.clear()
-        old.update(new)
-
-
-def _exception(name: str = "", message: str = "") -> Exception:
+def _exception(name: str, message: str) -> Exception:
     known = getattr(builtins, name, None)
     if isinstance(known, type) and issubclass(known, Exception):
         try:

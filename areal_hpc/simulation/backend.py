@@ -50,6 +50,8 @@ def simulated_rollout(config: Config, rewards: Rewards) -> Iterator[RolloutCompu
         max_len=config.max_sequence_tokens,
         interrupt=config.rollout.interrupt,
     )
+    if config.is_evaluation:
+        engine.version = 0
     yield RolloutCompute(
         encode=lambda text: encode(chat.plain(text)),
         decode=lambda tokens: "",

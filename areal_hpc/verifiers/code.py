@@ -47,6 +47,9 @@ def reward(
 ) -> tuple[float, Literal["correct", "wrong", "unparsed"]]:
     """1.0 if the program passes every test, else 0.0, or the share of passed tests if `partial`.
 
+    Every test has a process and the limits of its own; asserts have one together, one after the other, unless
+    `partial`: half the cost.
+
     Raises:
         ValueError: metadata without tests, or with tests of an unknown kind.
         SandboxError: the sandbox could not be started.
@@ -62,13 +65,13 @@ def reward(
     num_passed = 0
     with Sandbox(_MODE, limits) as sandbox:
         sandbox.program(LANGUAGES[language], f"{setup}\n{program}" if setup else program)
-        for test in tests:
+        for test in tests if partial else _joined(tests):
             passed = _passes(sandbox, test, setup, entry_point)
             num_passed += passed
             if not (passed or partial):
-                break
-    share = num_passed / len(tests)
-    return (share if partial else float(share == 1)), "correct" if share == 1 else "wrong"
+                return 0.0, "wrong"
+    share = num_passed / len(tests) if partial else 1.0
+    return share, "correct" if share == 1 else "wrong"
 
 
 def extract(completion: str, setup: str, entry_point: str | None, language: Language) -> str | None:
@@ -84,6 +87,12 @@ def extract(completion: str, setup: str, entry_point: str | None, language: Lang
     if entry_point and re.search(rf"^\s*(async\s+)?def\s+{re.escape(entry_point)}\b", setup, re.MULTILINE):
         return answer if answer.strip() else None
     return None
+
+
+def _joined(tests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same tests with all asserts in one."""
+    code = "\n".join(test["code"] for test in tests if test["kind"] == "assert")
+    return ([{"kind": "assert", "code": code}] if code else []) + [test for test in tests if test["kind"] != "assert"]
 
 
 def _passes(sandbox: Sandbox, test: dict[str, Any], setup: str, entry_point: str | None) -> bool:

@@ -12,8 +12,12 @@ from tests.runs import run, tiny_config
 pytestmark = pytest.mark.mpi
 
 REWARD = '''
+import os
+
+
 def reward(prompt, completion, metadata):
     """The prompt is the line's own, without what the template adds."""
+    assert os.environ["HF_HUB_OFFLINE"] == os.environ["HF_DATASETS_OFFLINE"] == "1"
     assert len(prompt) == 3 and metadata == {"answer": prompt[::-1]}, (prompt, metadata)
     return (1.0, "correct") if len(completion) % 2 else (-1.0, "wrong")
 '''

@@ -65,8 +65,7 @@ class Bench(Casualties):
         self.now = now
         self.ignore = Ignore()
         super().__init__(Config.model_validate(data | own | changes), World(), RunClock(0.0), self.ignore)
-        self.progress = self.saver = self.ignore
-        self.evaluation = None
+        self.progress = self.saver = self.examiner = self.ignore
         self.state = ControllerState(Rules(2, 4, 10, 1), validate=True)
         self.source = PromptSource([Prompt(f"p{i}", f"{i}", {}) for i in range(9)], seed=0, shuffle=False, epochs=None)
         self.groups: dict[int, GroupRecord] = {}
@@ -109,7 +108,8 @@ def test_a_silent_rollout_rank_is_lost_and_all_who_need_to_know_are_told(bench):
     (text,) = bench.events
     assert text.startswith("rank_lost: rank 4 (rollout) on ? is lost: it has not been heard for 61 s; 0 groups")
     assert text.endswith("3 rollout ranks go on, 1 more may be lost")
-    assert [entry[0] for entry in bench.ignore.told if entry[0] in ("lose", "lost")] == ["lose", "lost"]
+    told = [entry[:2] for entry in bench.ignore.told if entry[0] in ("lose", "lost")]
+    assert told == [("lose", 4), ("lost", 4), ("lost", 4)]  # the saver, the progress line, the examiner
 
 
 def test_one_that_died_is_lost_at_once(bench):

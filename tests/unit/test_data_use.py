@@ -162,6 +162,13 @@ def test_neither_a_path_nor_a_list(train: Any, said: str) -> None:
     ]
 
 
+def test_half_a_character_is_found_inside_a_source() -> None:
+    said = "must be text, got half a character in a list"
+    assert wrong(train=[{"path": "one.jsonl"}, {"path": "\ud800"}])[0] == f"data.train: {said}"
+    source = {"path": "one.jsonl", "options": {"a": {"b": ["\udc00"]}}}
+    assert wrong(train="one.jsonl", heldout=[source])[0] == f"data.heldout: {said}"
+
+
 def test_rules_about_sources() -> None:
     same = [{"path": "one.jsonl"}, {"path": "./one.jsonl"}]
     assert wrong(train=same) == ["data.train[1].name: one is the name of data.train[0] already; give it another name"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 
-import numpy as np
 import pytest
 
 from areal_hpc import progress as module
@@ -16,6 +15,7 @@ from areal_hpc.liveview import LiveView, sparkline
 from areal_hpc.logschema import Outcome
 from areal_hpc.progress import Progress
 from areal_hpc.rundir import RunDir, read_json
+from tests.unit.test_evaluation import finish
 
 
 class Clock:
@@ -54,11 +54,9 @@ def row(step: int, **changes) -> dict:
 
 
 def evaluation(version: int, outcomes: list[Outcome]) -> Evaluation:
-    done = Evaluation([Prompt(str(i), "", {}) for i in range(len(outcomes))], 1, version)
+    done = Evaluation({"heldout": [Prompt(str(i), "", {}) for i in range(len(outcomes))]}, 1, version)
     for i, outcome in enumerate(outcomes):
-        done.finished(
-            -1 - i, {"outcome": np.array([outcome]), "reward": np.array([0.0]), "num_response": np.array([10])}
-        )
+        finish(done, -1 - i, outcome, length=10)
     return done
 
 
@@ -75,7 +73,10 @@ def test_a_run_from_start_to_summary(tmp_path, clock):
     clock.now_s = 130.0
     progress.evaluated(evaluation(3, [Outcome.CORRECT] * 3 + [Outcome.WRONG]))
     progress.ended("done", "last step reached", 0)
-    assert read_json(run_dir.summary) == {
+    summary = read_json(run_dir.summary)
+    evaluations = [(e["version"], e["data"], e["pass_at_1"]) for e in summary.pop("evaluations")]
+    assert evaluations == [(0, "heldout", pytest.approx(1 / 3, abs=1e-6)), (3, "heldout", 0.75)]
+    assert summary == {
         "pass1_before": pytest.approx(1 / 3),
         "pass1_after": 0.75,
         "wall_s": 30.0,
@@ -89,7 +90,7 @@ def test_a_run_from_start_to_summary(tmp_path, clock):
         "heldout_refused": 0,
         "bad_lines": 0,
     }
-    assert lines[0] == "held-out pass@1 at version 0: 33.3% (3 answers, mean length 10, 1 without a score)"
+    assert lines[0] == "held-out pass@1 at version 0: 33.3% +- 33.3% (3 answers, mean length 10, 1 without a score)"
     assert lines[1] == (
         "step 1/3  reward +1.25  loss -0.5000  entropy 0.125  length 90  lag mean 1.5 max 1  2.0 s  200 tok/s"
     )

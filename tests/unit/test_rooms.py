@@ -14,16 +14,17 @@ PACKAGE = Path(__file__).parents[2] / "areal_hpc"
 FLOORS = [
     """__init__ exits config trajectory codec messages survival_messages staleness
     logcodes logschema activity seeds waiting signals shipment faults compute slurmfacts placement
-    jobspec batchscript slurmrules slurmstate""",
+    jobspec batchscript slurmrules slurmstate estimates""",
     "packing advantages losses models sampling instructions credits controller_state learner buckets",
     """comm parcels lifelines mpi_start warm_blocks process_group weights runlog runlog_writer data rewards rundir
     engines
     checkpoint checkpoint_files ownership attempts preflight reporting rollout_state group_files bookkeeping
-    evaluation progress simulation backends hetjob desk casualties endings saver resuming""",
-    "controller trainer rollout reward_rank",
-    "rank attempt verdict launch liveview check export submission sweep cli demo bench doctor",
+    answers scorecard heldout evaluation examiner figuresview
+    progress simulation backends hetjob desk casualties endings saver resuming sandbox verifiers""",
+    "controller evaluator trainer rollout reward_rank",
+    "rank evaluate attempt verdict launch liveview check export submission sweep cli demo bench doctor",
 ]
-ROLES = {"controller", "trainer", "rollout", "reward_rank"}
+ROLES = {"controller", "evaluator", "trainer", "rollout", "reward_rank"}
 ROOMS = {
     "mpi4py": {"comm"},
     "h5py": {"runlog", "runlog_writer"},
@@ -35,11 +36,16 @@ ROOMS = {
     "safetensors": {"checkpoint_files"},
     "pyarrow": {"data.columnar"},
     "reasoning_gym": {"data.gym"},
-    "rich": {"liveview", "check", "bench.report"},
+    "rich": {"liveview", "figuresview", "check", "bench.report"},
+    "math_verify": {"verifiers.symbolic", "bench.verifier"},
+    "latex2sympy2_extended": {"verifiers.symbolic"},
+    "sympy": {"verifiers.symbolic"},
 }
 NO_TORCH = f"""{FLOORS[0]} packing advantages controller_state comm runlog runlog_writer data rewards
-    bookkeeping evaluation progress controller preflight reporting rollout_state group_files trainer rollout
-    reward_rank rank backends simulation sweep checkpoint checkpoint_files ownership attempts""".split()
+    answers scorecard heldout evaluation examiner evaluator
+    bookkeeping progress controller preflight reporting rollout_state group_files trainer rollout
+    reward_rank rank backends simulation sweep checkpoint checkpoint_files ownership attempts
+    sandbox verifiers""".split()
 FLOOR_OF = {name: number for number, line in enumerate(FLOORS) for name in line.split()}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
