@@ -30,6 +30,7 @@ world.close()
 """
 
 
+@pytest.mark.fault("shared memory of a killed world", row=31)
 @pytest.mark.parametrize("end", ["kill", "close"])
 def test_no_shared_memory_stays_behind(end):
     result = run_ranks(2, ["-c", f"END = {end!r}\n{RANK}"], timeout_s=60)

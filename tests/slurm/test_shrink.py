@@ -58,6 +58,7 @@ def assert_went_on(job: RunJob, lost: set[int], steps: int = STEPS, batch: int =
     return log
 
 
+@pytest.mark.fault("rollout rank killed, the run goes on", row=1)
 def test_a_killed_rollout_rank(place, cluster):
     """SIGKILL in mid-generation: the run goes on with the two others, nothing is requeued."""
     job = submit(simulated(place, slurm=with_fault("kill@rollout.decode#3*300"), rollout=TWO_HOSTS), LONG)
@@ -68,6 +69,7 @@ def test_a_killed_rollout_rank(place, cluster):
     assert set(after.rollout_rank) == {2, 4}
 
 
+@pytest.mark.fault("rollout rank killed at a named moment, real weights", row=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["idle*5", "decode*40", "ship*2", "receive*4", "swap*4"])
 def test_every_moment(place, cluster, tiny_dir, moment):
@@ -108,6 +110,7 @@ def shared_memory(cluster: Cluster) -> set[tuple[str, str]]:
     return {(host, name) for host in conf.HOSTS for name in cluster.on(host, ["ls", "/dev/shm"]).split()}
 
 
+@pytest.mark.fault("rollout host lost, one allocation", row=5)
 @pytest.mark.slow
 def test_a_lost_host_of_one_allocation(place, cluster):
     """Power loss under a rollout rank: its silence tells, Slurm shrinks the job, and the job ends COMPLETED."""
@@ -126,6 +129,7 @@ def test_a_lost_host_of_one_allocation(place, cluster):
     assert job.component_states == {"": "COMPLETED"}
 
 
+@pytest.mark.fault("rollout rank killed over PMIx", row=1)
 @pytest.mark.slow
 def test_over_pmix_the_whole_step_ends_and_is_requeued(place, cluster):
     """PMIx takes the neighbours of a dead rank down, so nobody tries: within 30 s the job is back in the queue."""
@@ -140,6 +144,7 @@ def test_over_pmix_the_whole_step_ends_and_is_requeued(place, cluster):
     assert_whole(job, 60, 2)
 
 
+@pytest.mark.fault("rollout rank stopped, later woken", row=3)
 @pytest.mark.slow
 def test_a_stopped_rank_that_wakes_up_leaves(place, cluster):
     """SIGSTOP: silent for too long, so it is lost. Later it goes on: what it sends is ignored, and it is told to go."""
@@ -154,6 +159,7 @@ def test_a_stopped_rank_that_wakes_up_leaves(place, cluster):
     assert (log.events.kind == "rank_dismissed").sum() == 1
 
 
+@pytest.mark.fault("rollout rank stopped for good", row=3)
 @pytest.mark.slow
 def test_a_rank_that_stays_stopped_does_not_hold_the_job(place, cluster):
     slurm = with_fault("stop@rollout.decode#3*300")
@@ -171,6 +177,7 @@ def alive(cluster: Cluster, host: str, pid: int) -> bool:
     return state not in ("", "Z")
 
 
+@pytest.mark.fault("more rollout ranks killed than may be lost", row=1)
 @pytest.mark.slow
 def test_more_than_may_be_lost(place, cluster):
     """Two of three: the second loss ends the attempt, and the job is requeued."""
