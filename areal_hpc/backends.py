@@ -97,7 +97,8 @@ def _trainer(config: Config, world: World, welcome: Welcome) -> Iterator[Trainer
         write_state=write_tensors,
         read_state=read_tensors,
     )
-    groups.close()  # after a healthy end only: a failed peer would hold it up
+    if world.whole:  # a failed peer would hold it up
+        groups.close()
 
 
 @contextmanager
@@ -139,7 +140,7 @@ def _rollout(config: Config, world: World, welcome: Welcome) -> Iterator[Rollout
             rewards=rewards,
             workflow=_episodes(config, stack, workflow, tokenizer) if workflow else None,
         )
-    if groups is not None:
+    if groups is not None and world.whole:
         groups.close()
 
 

@@ -13,7 +13,9 @@ ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""What every rank sees: no network look-ups, no thread pools beside the ranks' own, no output that waits."""
+"""No network look-ups, no thread pools beside the ranks' own, no output that waits."""
+SURVIVE = "AREAL_HPC_SURVIVE"
+"""Tells the ranks that the death of one of them ends no other."""
 
 
 def render(spec: JobSpec) -> str:
@@ -23,7 +25,7 @@ def render(spec: JobSpec) -> str:
         list(_directives(spec)),
         ["", "set -euo pipefail", *spec.setup],
         [
-            f"export {' '.join(f'{name}={value}' for name, value in ENVIRONMENT.items())}",
+            f"export {' '.join(f'{name}={value}' for name, value in environment(spec).items())}",
             "unset SRUN_CPUS_PER_TASK SLURM_CPUS_PER_TASK # each component says its own below",
         ],
         list(spec.prologue),
@@ -32,6 +34,11 @@ def render(spec: JobSpec) -> str:
         list(spec.epilogue),
     ]
     return "\n".join(line for part in parts for line in part) + "\n"
+
+
+def environment(spec: JobSpec) -> dict[str, str]:
+    """What every rank sees."""
+    return ENVIRONMENT | ({SURVIVE: "1"} if spec.survive else {})
 
 
 def summary(spec: JobSpec) -> str:
@@ -45,6 +52,8 @@ def _directives(spec: JobSpec) -> Iterator[str]:
     if spec.requeue:
         yield "#SBATCH --requeue"
     if spec.shape == "steps":
+        if spec.survive:
+            yield "#SBATCH --no-kill"
         yield from _allocation(spec)
         yield from flags(("signal", spec.signal))
         return
@@ -108,7 +117,7 @@ def _srun(spec: JobSpec) -> Iterator[str]:
     if spec.shape == "steps" and spec.mpi == "pmi2":
         yield from _plain_step(spec)
         return
-    yield shlex.join(["srun", f"--mpi={spec.mpi}", "--kill-on-bad-exit=1", *spec.srun]) + " \\"
+    yield shlex.join(["srun", f"--mpi={spec.mpi}", *_deaths(spec), *spec.srun]) + " \\"
     for number, component in enumerate(spec.components):
         is_het = spec.shape == "het" and len(spec.components) > 1
         where = [f"--het-group={number}"] if is_het else [f"--nodes={component.nodes}"]
@@ -119,6 +128,13 @@ def _srun(spec: JobSpec) -> Iterator[str]:
         yield f"  {' '.join(where)} {component.command}" + (_status(spec) if last else " : \\")
 
 
+def _deaths(spec: JobSpec) -> list[str]:
+    """What the death of a task means to the others. --wait: without it a site's WaitTime ends them after the first."""
+    if not spec.survive:
+        return ["--kill-on-bad-exit=1"]
+    return ["--kill-on-bad-exit=0", "--wait=0", *(["--no-kill"] if spec.shape == "steps" else [])]
+
+
 def _plain_step(spec: JobSpec) -> Iterator[str]:
     """One allocation over PMI2: a heterogeneous step hangs in MPI_Init (seen with MPICH 5 on Slurm 22.05), a plain one
     with the same layout does not. Ranks know their roles by their number."""
@@ -126,7 +142,7 @@ def _plain_step(spec: JobSpec) -> Iterator[str]:
         c.tasks // c.nodes + (node < c.tasks % c.nodes) for c in spec.components for node in range(c.nodes)
     ]  # Slurm, too, gives the odd task to the first nodes
     cpus = max(c.settings.cpus_per_task or 0 for c in spec.components)
-    words = ["srun", f"--mpi={spec.mpi}", "--kill-on-bad-exit=1", "--distribution=arbitrary"]
+    words = ["srun", f"--mpi={spec.mpi}", *_deaths(spec), "--distribution=arbitrary"]
     words += [f"--ntasks={spec.num_tasks}", *([f"--cpus-per-task={cpus}"] if cpus else []), *spec.srun]
     yield "export SLURM_HOSTFILE=$(mktemp)"
     yield "trap 'rm -f \"$SLURM_HOSTFILE\"' EXIT"

@@ -1,7 +1,8 @@
 """One MPI world: typed messages from any rank to any other, without a blocking call.
 
 The only file that imports mpi4py. Buffers only (capital-letter calls), host memory only, and no collective between
-start and end, so that a lost rollout rank stops nobody where the MPI library lets its neighbours live.
+start and end, so that a lost rollout rank stops nobody where the MPI library lets its neighbours live. `forget` leaves
+such a rank alone: nothing is sent to it, what comes from it is ignored and counted.
 
 Nothing happens behind the caller's back: messages move while `progress`, `poll`, `recv` or `flush` runs. A rank that
 computes for long calls `progress()` now and then. Waiting is probing with a sleep that grows with the time waited: a
@@ -10,7 +11,8 @@ blocking MPI receive spins, and spinning ranks starve each other where there are
 Two tags. TAG_FRAME carries a frame (codec.py), with its payload if that is small. Chunks and trailer of a large payload
 follow on TAG_PAYLOAD; MPI keeps the order per source and tag, so the receiver posts them all when the frame is there.
 
-Healthy end: every rank calls `close()`, which flushes and finalizes MPI within a deadline. Any other end: `abort(code)`
+Healthy end: every rank calls `close()`, which flushes and finalizes MPI within a deadline. A world that is not whole
+any more ends without MPI_Finalize, which would wait for the lost ranks. Any other end: `abort(code)`
 takes the whole world down with that exit code; leaving a `with World(...)` block by an exception does it.
 """
 
@@ -23,16 +25,15 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar, final
+from typing import NoReturn, TypeVar, final
 
 import mpi4py
 import numpy as np
-from numpy.typing import NDArray
 
-from areal_hpc.codec import Arrays, Codec, CodecError, Frame, Incoming, Message, Payload, SequenceCheck, pack_trailer
-from areal_hpc.mpi_start import start_mpi
+from areal_hpc.codec import Arrays, Codec, CodecError, Frame, Message, Payload, SequenceCheck, pack_trailer
+from areal_hpc.lifelines import Lifelines
+from areal_hpc.mpi_start import say_goodbye, start_mpi, unlink_shared_memory
+from areal_hpc.parcels import Arrival, Parcel, Received
 from areal_hpc.warm_blocks import WarmBlocks
 
 mpi4py.rc.initialize = False  # importing this file starts nothing; World does
@@ -40,7 +41,6 @@ mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
 T = TypeVar("T")
-HASHER = ThreadPoolExecutor(1, thread_name_prefix="hash")  # starts with the first large payload; never touches MPI
 TAG_FRAME = 1
 TAG_PAYLOAD = 2
 
@@ -59,73 +59,6 @@ class DeadlineExceeded(CommError, TimeoutError):
     """What was waited for did not happen in time; the text says what, and who was last heard."""
 
 
-@dataclass(frozen=True)
-class Received:
-    """One message as it arrived. Its arrays belong to the receiver and share one block: keep one and you keep all."""
-
-    source: int
-    message: Any
-    arrays: dict[str, NDArray[Any]]
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """A message on its way out. Keeps its buffers alive until MPI has read them."""
-
-    name: str
-    frame: Frame
-    requests: list[MPI.Request]
-    posted_s: float
-
-
-@dataclass
-class Arrival:
-    """A message on its way in: its frame, then the parts (chunks, trailer) of a large payload."""
-
-    source: int
-    frame: NDArray[np.uint8]
-    request: MPI.Request
-    incoming: Incoming | None = None
-    wanted: bool = True
-    arrays: dict[str, NDArray[Any]] | None = None
-    payload: Payload | None = None
-    parts: list[Any] = field(default_factory=list)
-    requests: list[MPI.Request] = field(default_factory=list)
-    num_parts: int = 0
-    hashing: list[Future[None]] = field(default_factory=list)
-    idle_s: float = 0.0
-
-    def post(self, comm: MPI.Comm, payload: Payload) -> None:
-        """Post the receives of all parts, taking those that are there already."""
-        self.payload = payload
-        self.parts = [*payload.chunks, bytearray(payload.trailer_bytes)]
-        for part in self.parts:
-            self.requests.append(comm.Irecv([part, MPI.BYTE], self.source, TAG_PAYLOAD))
-            self.take()
-
-    def take(self) -> bool:
-        """Take the parts that have come, in order; True if there was one. Raises CodecError on a part that differs."""
-        assert self.payload is not None
-        before, status = self.num_parts, MPI.Status()
-        while self.num_parts < len(self.requests) and self.requests[self.num_parts].Test(status):
-            size, expected = status.Get_count(MPI.BYTE), len(self.parts[self.num_parts])
-            if size != expected:
-                raise CodecError(f"payload part {self.num_parts} has {size} bytes, expected {expected}")
-            to_come = len(self.payload.chunks) - self.num_parts
-            if to_come > 1:  # hashed beside this thread, which goes on receiving
-                self.hashing.append(HASHER.submit(self.payload.arrived, self.num_parts))
-            elif to_come == 1:
-                self.payload.arrived(self.num_parts)
-            self.num_parts += 1
-        if self.arrays is None and self.num_parts == len(self.parts) and all(job.done() for job in self.hashing):
-            self.arrays = self.payload.finish(self.parts[-1])
-        return self.num_parts > before
-
-    def __str__(self) -> str:
-        name = type(self.incoming.message).__name__ if self.incoming else "a frame"
-        return f"{name} from rank {self.source}, {self.num_parts} of {len(self.parts)} payload parts here"
-
-
 @final
 class World:
     """All ranks of the job, and this one's messages to and from them.
@@ -137,6 +70,11 @@ class World:
         held_bytes: large payloads held for the caller; more are left with their senders until `poll` takes some.
 
     Attributes:
+        expendable: ranks whose loss this one survives; an MPI error or a halt at one of them is no error here.
+        lifelines: on the controller, tell at once when one of them dies.
+        trouble: why ranks had to be forgotten.
+        lost: forgotten ranks, with the number of messages from them that were ignored.
+        whole: no rank of the world is known to be lost.
         comm: the communicator itself, for benchmarks and tests that need raw MPI.
         library: name and version of the MPI library.
     """
@@ -150,6 +88,12 @@ class World:
         self.rank: int = MPI.COMM_WORLD.Get_rank()
         self.size: int = MPI.COMM_WORLD.Get_size()
         self.library = " ".join(MPI.Get_library_version().splitlines()[0].split())
+        self.expendable: frozenset[int] = frozenset()
+        self.lifelines: Lifelines | None = None
+        self.trouble: dict[int, str] = {}
+        self.lost: dict[int, int] = {}
+        self.whole = True
+        self._given_up: list[object] = []
         self._stall_s = stall_s
         self._held_limit = held_bytes
         self._held_bytes = 0
@@ -165,6 +109,7 @@ class World:
         self.comm, request = MPI.COMM_WORLD.Idup()
         self._wait(request.Test, START_S, f"all {self.size} ranks to start")
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)
+        unlink_shared_memory()
 
     # ------------------------------------------------------------------------------------------------- sending
     def post(self, dest: int, message: Message, arrays: Arrays | None = None) -> None:
@@ -175,6 +120,10 @@ class World:
 
         Raises CodecError when message and arrays do not fit the schema, CommError when MPI refuses.
         """
+        if self.lifelines is not None and dest in self.expendable:
+            self.look_at_lifelines()  # MPI must not send to the dead
+        if dest in self.lost:
+            return
         sequence = self._next_sequence.get(dest, 0)
         frame = self.codec.encode(message, arrays, source=self.rank, sequence=sequence, attempt=self.attempt)
         self._next_sequence[dest] = sequence + 1
@@ -186,7 +135,8 @@ class World:
         try:
             requests = self._start(dest, frame)
         except MPI.Exception as error:
-            raise self._blamed(error, f"to rank {dest}") from error
+            self._fail(dest, error, "to")
+            return
         parcel = Parcel(type(message).__name__, frame, requests, time.monotonic())
         self._outbox.setdefault(dest, deque()).append(parcel)
 
@@ -248,9 +198,9 @@ class World:
                     if queue.popleft().payload:
                         break  # one large payload a time: the caller may be done with its block before the next one
             except (CodecError, MPI.Exception) as error:
-                raise self._blamed(error, f"from rank {source}") from None
+                self._fail(source, error, "from")
             if not queue:
-                del self._arriving[source]
+                self._arriving.pop(source, None)
 
     def _empty_outbox(self) -> None:
         for dest, queue in list(self._outbox.items()):
@@ -259,9 +209,9 @@ class World:
                     queue.popleft()
                     self._moved = True
             except MPI.Exception as error:
-                raise self._blamed(error, f"to rank {dest}") from error
+                self._fail(dest, error, "to")
             if not queue:
-                del self._outbox[dest]
+                self._outbox.pop(dest, None)
 
     def _match(self, matched: MPI.Message, source: int, num_bytes: int) -> None:
         if num_bytes > self.codec.max_frame_bytes:
@@ -269,6 +219,10 @@ class World:
             raise self._blamed(CodecError(what), f"from rank {source}")
         frame = np.empty(num_bytes, np.uint8)
         arrival = Arrival(source, frame, matched.Irecv([frame, MPI.BYTE]))
+        if source in self.lost:
+            self.lost[source] += 1
+            self._given_up.append(arrival)
+            return
         # Behind earlier messages of the same source: order is kept, and payload receives are posted in that order.
         self._arriving.setdefault(source, deque()).append(arrival)
 
@@ -276,7 +230,7 @@ class World:
         """Go on with an arrival; True when it is complete and delivered."""
         if (arrival.incoming is None and not self._open(arrival)) or not self._collect(arrival):
             arrival.idle_s += waited_s
-            if arrival.idle_s > self._stall_s:
+            if arrival.idle_s > self._stall_s and arrival.source not in self.expendable:
                 raise DeadlineExceeded(f"rank {self.rank}: nothing more came for {self._stall_s:.1f} s: {arrival}")
             return False
         assert arrival.incoming is not None and arrival.arrays is not None
@@ -314,9 +268,12 @@ class World:
                 arrival.idle_s = 0.0  # not the sender's fault: `poll` makes room
                 return False
             self._held_bytes += size
-            arrival.post(self.comm, Payload(arrival.incoming, self._blocks.take))
+            payload = Payload(arrival.incoming, self._blocks.take)
+            arrival.post(
+                lambda part: self.comm.Irecv([part, MPI.BYTE], arrival.source, TAG_PAYLOAD), payload, self._status
+            )
             self._moved = True
-        if arrival.take():
+        if arrival.take(self._status):
             arrival.idle_s, self._moved = 0.0, True
         return arrival.arrays is not None
 
@@ -351,6 +308,14 @@ class World:
         parts += [f"unsent: {name} to rank {dest}, posted {age_s:.1f} s ago" for dest, name, age_s in self.unsent()[:5]]
         return "; ".join(parts)
 
+    def _fail(self, peer: int, error: Exception, direction: str) -> None:
+        """Raise what went wrong with a peer; without an expendable one this rank goes on."""
+        blamed = self._blamed(error, f"{direction} rank {peer}")
+        if peer not in self.expendable or isinstance(blamed, CodecError):
+            raise blamed from error
+        self.trouble[peer] = f"cannot be reached: {blamed}"
+        self.forget(peer)
+
     def _blamed(self, error: Exception, peer: str) -> Exception:
         """The error to raise: this rank and the peer in front of what went wrong."""
         where = f"rank {self.rank}: message {peer}"
@@ -358,7 +323,32 @@ class World:
             return CommError(f"{where}: {error.Get_error_string()}")
         return CodecError(f"{where}: {error if isinstance(error, CodecError) else 'more bytes than announced'}")
 
-    # ----------------------------------------------------------------------------------------------------- end
+    # ------------------------------------------------------------------------------------------- lost ranks, the end
+    def look_at_lifelines(self) -> None:
+        """Forget the ranks that have died."""
+        for rank in self.lifelines.look() if self.lifelines else ():
+            self.trouble[rank] = "died without a word"
+            self.forget(rank)
+
+    def forget(self, rank: int) -> None:
+        """This rank is lost: what is on the way to and from it is given up. MPI keeps the buffers; nothing waits."""
+        if rank in self.lost:
+            return
+        self.lost[rank], self.whole = 0, False
+        for queues in (self._outbox, self._arriving):
+            self._given_up.append(queues.pop(rank, None))
+        here = [received for received in self._ready if received.source == rank]
+        self.lost[rank] += len(here)
+        self._held_bytes -= sum(array.nbytes for received in here for array in received.arrays.values())
+        self._ready = deque(received for received in self._ready if received.source != rank)
+
+    def dismiss(self, rank: int, message: Message) -> None:
+        """One message, the last, to a forgotten rank that may live all the same."""
+        num_ignored = self.lost.pop(rank)
+        self.post(rank, message)
+        self.lost[rank] = num_ignored
+        self._given_up.append(self._outbox.pop(rank, None))
+
     def close(self, timeout_s: float = EXIT_S, exit_code: int = 0) -> None:
         """Let all messages leave and finalize MPI once every rank has come here; a rank that waits here sleeps.
 
@@ -369,6 +359,8 @@ class World:
             return
         try:
             self.flush(timeout_s)
+            if not self.whole:
+                self.leave(exit_code)
             # MPI_Finalize spins, and for ever if a rank is lost: enter it when all others do.
             self._wait(self._look_for(self.comm.Ibarrier().Test), timeout_s, "all ranks to close")
         except DeadlineExceeded as error:
@@ -377,6 +369,13 @@ class World:
         faulthandler.dump_traceback_later(EXIT_S, exit=True)  # needs no GIL, which mpi4py holds in there
         MPI.Finalize()
         faulthandler.cancel_dump_traceback_later()
+
+    def leave(self, exit_code: int) -> NoReturn:
+        """End this process alone, at once and without MPI_Finalize."""
+        say_goodbye()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
 
     def abort(self, code: int) -> NoReturn:
         """End every rank of the world with this exit code, at once."""

@@ -90,7 +90,7 @@ class Update(Protocol):
 
 
 class Sender(Protocol):
-    """The root of the weight broadcast."""
+    """The root of the weight broadcast. Ranks are those of its groups."""
 
     @property
     def last(self) -> Update | None:
@@ -98,6 +98,12 @@ class Sender(Protocol):
 
     def publish(self, version: int, tensors: Mapping[str, Any]) -> object:
         """Snapshot the weights and start to broadcast them; the caller may change them on return."""
+
+    def hold(self, version: int, tensors: Mapping[str, Any]) -> None:
+        """Snapshot the weights; they leave after the next `regroup`."""
+
+    def regroup(self, members: Sequence[int], generation: int) -> None:
+        """Give up what is under way, build a group of these ranks, and broadcast the newest snapshot to it."""
 
     def poll(self) -> bool:
         """True when no update is under way; never blocks."""
@@ -144,6 +150,9 @@ class Receiver(Protocol):
     def begin(self, version: int) -> None:
         """Start to receive; one version at a time."""
 
+    def regroup(self, members: Sequence[int], generation: int) -> None:
+        """Give up what is under way, build a group of these ranks, and receive what its sender sends first."""
+
     def poll(self) -> Arrived | None:
         """The set once it is complete; never blocks."""
 
@@ -153,6 +162,9 @@ class NoUpdates:
 
     def begin(self, version: int) -> None:
         raise RuntimeError(f"version {version} was announced in a run without trainers")
+
+    def regroup(self, members: Sequence[int], generation: int) -> None:
+        raise RuntimeError("a run without trainers has no weights group")
 
     def poll(self) -> Arrived | None:
         return None

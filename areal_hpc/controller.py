@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from areal_hpc import instructions as state_machine
-from areal_hpc import signals
 from areal_hpc.bookkeeping import BatchRecord, GroupRecord, group_rows, step_row
 from areal_hpc.comm import Received, World
 from areal_hpc.config import Config
 from areal_hpc.controller_state import ControllerState, Rules
 from areal_hpc.data import Source
-from areal_hpc.desk import Desk
+from areal_hpc.endings import Endings
 from areal_hpc.evaluation import Evaluation, HeldOut
 from areal_hpc.examiner import Examiner
 from areal_hpc.exits import Exit, RunError
@@ -39,21 +37,17 @@ from areal_hpc.messages import (
     Event,
     GroupFinished,
     GroupRefused,
-    GroupsRestored,
-    GroupsSaved,
     LoadWeights,
     ModelSaved,
     RankFailed,
     Ready,
-    RestoreGroups,
     Samples,
-    SaveFailed,
+    SamplesArrived,
     SaveModel,
     ShipSamples,
     StepFinished,
     TrainBatch,
     Trained,
-    TrainerSaved,
     Warned,
     WeightsLoaded,
     WeightsSent,
@@ -62,11 +56,13 @@ from areal_hpc.preflight import RunClock, role_of, unusable
 from areal_hpc.progress import Progress
 from areal_hpc.resuming import SavedRun
 from areal_hpc.runlog_writer import RunLogWriter
-from areal_hpc.saver import Saver, groups_file
+from areal_hpc.saver import Saver
+from areal_hpc.saving_messages import GroupsRestored, GroupsSaved, RestoreGroups, SaveFailed, TrainerSaved
 from areal_hpc.shipment import split
+from areal_hpc.survival_messages import WeightsTorn
 
 
-class Controller(Desk):
+class Controller(Endings):
     """World rank 0.
 
     Args:
@@ -96,7 +92,6 @@ class Controller(Desk):
         self.examiner = Examiner(self, heldout, self.state.credits, self.evaluated)
         self.groups: dict[int, GroupRecord] = {}
         self.restoring: dict[tuple[int, str], list[int]] = {}
-        self.ending: str | None = None
         self.batches: dict[int, BatchRecord] = {}
         self.not_ready = set(range(1, world.size))
         self.why_finished: str | None = None
@@ -176,6 +171,10 @@ class Controller(Desk):
                 self.admit(group_id, rank, min_version)
             case state_machine.Restore(group_id, rank):
                 self.restore(group_id, rank)
+            case state_machine.Readmit(group_id, rank, min_version):
+                self.readmit(group_id, rank, min_version)
+            case state_machine.Recall(step):
+                self.recall(step)
             case state_machine.Compose(step, group_ids):
                 self.compose(step, group_ids)
             case state_machine.Leave(group_id, rank, why):
@@ -220,9 +219,10 @@ class Controller(Desk):
             )
         self.batches[step] = batch
         table = {name: getattr(batch, name) for name in TrainBatch.ARRAYS}
+        self.incomplete[step, self.edition] = set(self.trainers)
         save_to = self.saver.order(step)
         for position, trainer in enumerate(self.trainers):
-            header = TrainBatch(step, batch.micro_batches_of(position), batch.minibatch_tokens(), save_to)
+            header = TrainBatch(step, batch.micro_batches_of(position), batch.minibatch_tokens(), save_to, self.edition)
             self.world.post(trainer, header, table)
         owner = np.array([self.groups[group_id].rank for group_id in batch.group_id.tolist()])
         for rank in self.rollouts:
@@ -266,12 +266,16 @@ class Controller(Desk):
                 self.group_finished(header, arrays)
             case GroupRefused() as header:
                 self.group_refused(header, source)
+            case SamplesArrived() as header:
+                self.samples_arrived(source, header)
             case StepFinished() as report:
                 self.step_finished(report)
             case Samples():
                 self.log.tokens(split(arrays))
             case WeightsSent() as sent:
                 self.weights_sent(sent)
+            case WeightsTorn() as header:
+                self.torn(source, header)
             case WeightsLoaded() as loaded:
                 self.weights_loaded(loaded, source)
             case ActivityReport():
@@ -342,50 +346,3 @@ class Controller(Desk):
                 f"step {report.step}: loss or gradient was not finite for {self.skipped_in_a_row} batches in a row; "
                 "the batches are kept as skipped_step_*.npz in the attempt's directory",
             )
-
-    # --------------------------------------------------------------------------------------------- saving, ending
-    def snapshot(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The controller's part of a checkpoint, and what its manifest says."""
-        state = self.state.snapshot()
-        rank_of = self.state.outstanding()
-        groups = [(g, self.groups[g].prompt_id, groups_file(rank)) for g, rank in rank_of.items()]
-        waiting = [(g, *self.saved.group(g)) for g in self.state.backlog] if self.saved else []
-        cursor = list(self.source.cursor)
-        facts = {name: state[name] for name in ("step", "version")} | {"config": self.config.model_dump(mode="json")}
-        own = {"cursor": cursor, "data": self.data, "evaluation": self.examiner.snapshot()}
-        return state | own | {"groups": groups, "waiting": waiting}, facts
-
-    def idle(self) -> None:
-        self.saver.poll()
-        if (name := signals.take()) is not None:
-            self.asked_to_end(name, self.world.rank)
-
-    def asked_to_end(self, name: str, rank: int) -> None:
-        """A signal: save what there is, and end.
-
-        Raises:
-            RunError: REQUEUE or INTERRUPTED, once, when all is saved or has failed.
-        """
-        if self.ending is not None:
-            return
-        self.ending = f"{name} on rank {rank}"
-        self.event("signal", self.ending, rank)
-        if self.state.started:
-            self.progress.now("saving")
-            self.save_now()
-        requeue = name == signals.SAVE_AND_REQUEUE.name
-        saved = f"step {self.saver.saved_step} is saved" if self.saver.saved_step >= 0 else "nothing was saved"
-        reason = f"stopped by {self.ending} at version {self.state.version}; {saved}"
-        raise RunError(Exit.REQUEUE if requeue else Exit.INTERRUPTED, reason)
-
-    def save_now(self) -> None:
-        """A checkpoint of this moment: the trainer leaves the step it is in, no group is admitted or composed."""
-        self.state.started = False
-        self.saver.order_now(self.state.snapshot()["step"])
-
-        def done() -> bool:
-            if (step := self.saver.awaits_cut) is not None:
-                self.saver.cut(step, *self.snapshot())
-            return self.saver.pending is None
-
-        self.wait_for_progress(done, lambda: "the checkpoint")

@@ -6,7 +6,9 @@ controller.py does it. The unit of counting is the prompt group. A group is
     running -> ready -> taken -> consumed
          \\-> left (filtered, refused, unscored)    taken -> left (its batch was skipped)
 
-A group of an earlier attempt waits in the backlog until a rollout rank has room for it, and is running then.
+A group of an earlier attempt waits in the backlog until a rollout rank has room for it, and is running then. So does
+one whose rollout rank was lost before its samples had reached the trainers: under the same id, so that it stays in the
+count and its samples have the same random streams, it is generated anew elsewhere.
 Groups that left are out of the staleness count, so a replacement is admitted at once under a new id. With `refill` off
 a filtered group is not replaced. It keeps its place in the count and in a batch of B, which is smaller for it, and the
 version rises by one per batch as ever. A batch of which nothing is left is no step: its B places leave the count, as
@@ -22,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from areal_hpc.config import Config
+from areal_hpc.credits import Credits
 from areal_hpc.instructions import (
     Admit,
     Announce,
@@ -35,7 +38,11 @@ from areal_hpc.instructions import (
     GroupRefusedByRank,
     Instruction,
     Leave,
+    RankLost,
+    Readmit,
+    Recall,
     Restore,
+    SamplesHere,
     Start,
 )
 from areal_hpc.staleness import counted_at_resume, may_admit
@@ -81,27 +88,6 @@ class Rules:
         )
 
 
-class Credits:
-    """Free places for samples, per rollout rank. The rank with most is the one with least outstanding work."""
-
-    def __init__(self) -> None:
-        self.free: dict[int, int] = {}
-
-    def grant(self, rank: int, num_samples: int) -> None:
-        self.free[rank] = self.free.get(rank, 0) + num_samples
-
-    def take(self, num_samples: int, among: Collection[int] | None = None) -> int | None:
-        """Reserve places on one rank (of `among`), or return None when no rank has that many."""
-        ranks = self.free if among is None else among
-        if not ranks:
-            return None
-        rank = max(ranks, key=lambda r: (self.free[r], -r))
-        if self.free[rank] < num_samples:
-            return None
-        self.free[rank] -= num_samples
-        return rank
-
-
 @dataclass(slots=True)
 class ControllerState:
     """All that the controller knows about groups and versions.
@@ -110,9 +96,13 @@ class ControllerState:
         version: newest policy version that rollout ranks have been told to load (i of the rule).
         next_id: the id of the next group; ids count on over all attempts.
         counted: groups in the staleness count (admitted and not left, earlier attempts included).
-        backlog: groups of an earlier attempt that wait for room, oldest first.
-        running, ready: group id -> rollout rank, in admission order.
+        backlog: groups of an earlier attempt, or of a lost rank, that wait for room, oldest first.
+        anew: those of the backlog whose samples are lost.
+        running, ready: group id -> rollout rank.
         taken: batches handed to the trainers, oldest first.
+        complete: steps of taken batches whose samples are with the trainers.
+        lost: ranks that are gone.
+        num_lost: groups that had to be generated anew for it.
         rejected: groups in `ready` or in a batch that only hold a place there: filtered and not replaced.
         empty_batches: batches of which the filter left nothing.
     """
@@ -129,9 +119,13 @@ class ControllerState:
     prompts_used: int = 0
     credits: Credits = field(default_factory=Credits)
     backlog: deque[int] = field(default_factory=deque)
+    anew: set[int] = field(default_factory=set)
     running: dict[int, int] = field(default_factory=dict)
     ready: dict[int, int] = field(default_factory=dict)
     taken: list[dict[int, int]] = field(default_factory=list)
+    complete: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
+    num_lost: int = 0
     rejected: set[int] = field(default_factory=set)
     empty_batches: int = 0
     left: Counter[str] = field(default_factory=Counter)
@@ -139,7 +133,7 @@ class ControllerState:
     def snapshot(self) -> dict[str, Any]:
         """What an attempt needs to go on after the last trained step; batches in training are groups like others."""
         return {
-            "step": self.composed - len(self.taken),
+            "step": self.trained_step,
             "version": self.version,
             "next_id": self.next_id,
             "prompts_used": self.prompts_used,
@@ -183,6 +177,10 @@ class ControllerState:
                 self._leave(group_id, self.running.pop(group_id), "refused", out)
             case BatchTrained(skipped):
                 self._batch_trained(skipped, out)
+            case SamplesHere(step):
+                self.complete.add(step)
+            case RankLost(rank):
+                self._rank_lost(rank, out)
         if self.started and not self.finished:
             self._compose(out)
             self._restore(out)
@@ -219,6 +217,7 @@ class ControllerState:
 
     def _batch_trained(self, skipped: bool, out: list[Instruction]) -> None:
         batch = self.taken.pop(0)
+        self.complete.discard(self.trained_step)
         if skipped:
             # The version stands still, so these groups must leave the count or eta = 0 would wait for ever.
             for group_id, rank in batch.items():
@@ -235,6 +234,31 @@ class ControllerState:
         """Give up the places that rejected groups hold in a batch that will never be trained."""
         self.counted -= len(self.rejected.intersection(batch))
         self.rejected.difference_update(batch)
+
+    def _rank_lost(self, rank: int, out: list[Instruction]) -> None:
+        self.lost.add(rank)
+        self.credits.free.pop(rank, None)
+        first = self.trained_step + 1
+        for step, batch in enumerate(self.taken, first):
+            if rank in batch.values() and step not in self.complete:
+                self._recall(step, out)
+                break
+        anew = [g for groups in (self.running, self.ready) for g, owner in groups.items() if owner == rank]
+        self.running = {g: owner for g, owner in self.running.items() if owner != rank}
+        self.ready = {g: owner for g, owner in self.ready.items() if owner != rank}
+        self.anew.update(anew)
+        self.num_lost += len(anew)
+        self.backlog = deque(sorted([*self.backlog, *anew]))
+
+    def _recall(self, step: int, out: list[Instruction]) -> None:
+        """Later batches come back, too: steps are trained in order."""
+        num_kept = step - 1 - self.trained_step
+        for batch in self.taken[num_kept:]:
+            self.ready |= batch
+        del self.taken[num_kept:]
+        self.composed = step - 1
+        self.complete = {other for other in self.complete if other < step}
+        out.append(Recall(step))
 
     # ------------------------------------------------------------------------------------------- what follows
     def _next_batch(self) -> list[int] | None:
@@ -276,7 +300,11 @@ class ControllerState:
                 return
             group_id = self.backlog.popleft()
             self.running[group_id] = rank
-            out.append(Restore(group_id, rank))
+            if group_id in self.anew:
+                self.anew.discard(group_id)
+                out.append(Readmit(group_id, rank, self.version))
+            else:
+                out.append(Restore(group_id, rank))
 
     def _may_admit(self) -> bool:
         rules = self.rules
@@ -309,6 +337,11 @@ class ControllerState:
             out.append(Finish("data set exhausted"))
 
     # -------------------------------------------------------------------------------------------- for people
+    @property
+    def trained_step(self) -> int:
+        """The newest step that is through, skipped or not."""
+        return self.composed - len(self.taken)
+
     def outstanding(self) -> dict[int, int]:
         """Group id -> rollout rank of everything that a rollout rank holds: not consumed and not left."""
         groups = self.running | self.ready
@@ -330,7 +363,7 @@ class ControllerState:
         rules = self.rules
         left = ", ".join(f"{n} {why}" for why, n in sorted(self.left.items())) or "none left the count"
         empty = f" ({len(self.rejected.intersection(self.ready))} of them filtered)" if self.rejected else ""
-        waiting = f"{len(self.backlog)} of an earlier attempt waiting, " if self.backlog else ""
+        waiting = f"{len(self.backlog)} of an earlier attempt or a lost rank waiting, " if self.backlog else ""
         return (
             f"version {self.version}: {len(self.ready)} of {rules.batch_size} groups ready{empty}, "
             f"{len(self.running)} running, {waiting}{len(self.taken)} batches with the trainers, {left}"
@@ -354,5 +387,9 @@ class ControllerState:
         assert len(self.taken) <= rules.max_batches_taken
         if rules.max_running_groups is not None:
             assert len(self.running) <= rules.max_running_groups, "more groups running than allowed"
+        incomplete = [b for step, b in enumerate(self.taken, self.trained_step + 1) if step not in self.complete]
+        held = [rank for groups in (self.running, self.ready, *incomplete) for rank in groups.values()]
+        assert not self.lost & {*held, *self.credits.free}, "something is waited for from a lost rank"
+        assert self.anew <= set(self.backlog), "a group is generated anew twice"
         if rules.order == "strict" and taken and (older := [*self.running, *self.backlog]):
             assert max(taken) < min(older), "strict order: a group was overtaken"

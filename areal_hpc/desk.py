@@ -33,6 +33,7 @@ class Desk:
         self.sent_version = -1
         self.trainers = trainer_ranks(config)
         self.rollouts = rollout_ranks(config)
+        self.hosts: dict[int, str] = {}
         self.loaded_version = dict.fromkeys(self.rollouts, -1)
         self.progressed_s = time.monotonic()
         self.heard_s: dict[int, float] = {}

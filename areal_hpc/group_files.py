@@ -11,8 +11,8 @@ from pathlib import Path
 
 from areal_hpc.checkpoint import CheckpointError, read_arrays, write_arrays
 from areal_hpc.exits import Exit, RunError
-from areal_hpc.messages import GroupsSaved, SaveFailed
 from areal_hpc.rollout_state import BadGroups, SavedGroup, pack_groups, unpack_groups
+from areal_hpc.saving_messages import GroupsSaved, SaveFailed
 
 
 def read_groups(path: Path, group_ids: Collection[int]) -> list[SavedGroup]:

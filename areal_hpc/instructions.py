@@ -43,7 +43,21 @@ class BatchTrained:
     skipped: bool
 
 
-Event = Start | CreditsGranted | GroupDone | GroupRefusedByRank | BatchTrained
+@dataclass(frozen=True, slots=True)
+class SamplesHere:
+    """The trainers hold all samples of the batch of step `step`: it no longer depends on any rollout rank."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankLost:
+    """A rollout rank is gone, with the tokens of all groups it held."""
+
+    rank: int
+
+
+Event = Start | CreditsGranted | GroupDone | GroupRefusedByRank | BatchTrained | SamplesHere | RankLost
 
 
 # ------------------------------------------------------------------------------------------------ instructions
@@ -62,6 +76,22 @@ class Restore:
 
     group_id: int
     rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Readmit:
+    """Have `rank` generate group `group_id` anew; the rank that held it is lost."""
+
+    group_id: int
+    rank: int
+    min_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """The batches of step `step` and later are none: samples are lost. They will be composed again."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,4 +135,4 @@ class Finish:
     why: Literal["last step reached", "data set exhausted"]
 
 
-Instruction = Admit | Restore | Compose | Leave | EmptyBatch | Announce | Finish
+Instruction = Admit | Restore | Readmit | Recall | Compose | Leave | EmptyBatch | Announce | Finish

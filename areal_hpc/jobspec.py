@@ -16,12 +16,16 @@ Shape = Literal["het", "steps"]
 FINAL = (Exit.DONE, Exit.CONFIG, Exit.PREFLIGHT, Exit.DIVERGED, Exit.DISK, Exit.INTERRUPTED)
 """After these ends another attempt would end the same way, or nobody wants one."""
 
-EPILOGUE = (
+VERDICT = (
+    "# the attempt knows better than srun how it ended: a rank may have died, and the run have gone on without it",
+    'verdict=$("$PYTHON" -m areal_hpc.verdict "$ATTEMPT_DIR" "$code") && code=$verdict',
+)
+EXIT = ('exit "$code"',)
+REQUEUE = (
     'case "$code" in',
     f"  {'|'.join(str(int(code)) for code in FINAL)}) ;; # done, or another attempt would end the same way",
     '  *) scontrol requeue "$SLURM_JOB_ID" ;; # the time is over, or a rank was lost: the next attempt goes on',
     "esac",
-    'exit "$code"',
 )
 
 
@@ -65,6 +69,7 @@ class JobSpec:
         title: comment lines at the top.
         signal: `sbatch --signal`, for instance USR2@90.
         requeue: Slurm may start the job again after preemption or the loss of a node.
+        survive: the death of one task, or with one allocation of one node, ends no other.
     """
 
     name: str
@@ -81,6 +86,7 @@ class JobSpec:
     signal: str | None = None
     epilogue: tuple[str, ...] = ()
     requeue: bool = False
+    survive: bool = False
 
     @property
     def num_tasks(self) -> int:
@@ -135,6 +141,7 @@ def run_job(config: Config, path: str, overrides: Sequence[str], python: str, ti
     begin = shlex.join(["-m", "areal_hpc.attempt", path, *overrides])
     rank = '"$PYTHON" -m areal_hpc.rank "$ATTEMPT_DIR" --component'
     components = components_of(config)
+    survive = slurm.mpi == "pmi2" and config.num_expendable > 0
     return JobSpec(
         name=config.name,
         folder=folder,
@@ -152,7 +159,10 @@ def run_job(config: Config, path: str, overrides: Sequence[str], python: str, ti
             f'ATTEMPT_DIR=$("$PYTHON" {begin})',
             '[ -n "$ATTEMPT_DIR" ] || exit 0 # the run is finished',
         ),
-        epilogue=EPILOGUE if config.checkpoint.resume else (),
+        epilogue=(*VERDICT, *(REQUEUE if config.checkpoint.resume else ()), *EXIT)
+        if survive or config.checkpoint.resume
+        else (),
+        survive=survive,
         signal=f"USR2@{slurm.signal_s}" if slurm.signal_s and config.checkpoint.resume else None,
         requeue=config.checkpoint.resume,
         srun=slurm.srun,

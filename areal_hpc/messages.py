@@ -9,6 +9,8 @@ The life of one prompt in messages:
     controller --TrainBatch---> trainer --StepFinished--> controller
     controller --LoadWeights--> rollout --WeightsLoaded-> controller
     rollout ---Score----------> reward --Scored---------> rollout        (only in runs with reward ranks)
+
+What is said about checkpoints and about lost ranks stands in saving_messages.py and survival_messages.py.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+from areal_hpc import saving_messages, survival_messages
 from areal_hpc.codec import Message
 
 Purpose = Literal["train", "evaluate"]
@@ -38,12 +41,16 @@ class Welcome(Message):
     """Controller -> every rank: all ranks agree, go on.
 
     `single_host`: the whole run is on one machine. `resume`: directory of the checkpoint that the run goes on from,
-    "" for a new one; `version`: its policy version.
+    "" for a new one; `version`: its policy version. `lifeline_port`: 0 for none; see
+    lifelines.py.
     """
 
     single_host: bool = False
     resume: str = ""
     version: int = 0
+    host: str = ""
+    lifeline_port: int = 0
+    lifeline_token: str = ""
 
 
 class ClockPing(Message):
@@ -200,7 +207,8 @@ class TrainBatch(Message):
     and turn_tokens (sampled ones) [sum of num_turns], sample after sample.
     `micro_batches[minibatch]` lists this rank's micro-batches as lists of indices into those arrays; their number is
     the same on every rank. `minibatch_tokens[minibatch]` counts sampled tokens over all ranks: the denominator.
-    `save_to`: directory of a checkpoint; the first trainer writes its state into it after this step.
+    `save_to`: directory of a checkpoint; the first trainer writes its state into it after this step. `edition`: how
+    often batches were recalled before this one was composed.
     """
 
     ARRAYS: ClassVar[Mapping[str, str]] = {
@@ -214,6 +222,20 @@ class TrainBatch(Message):
     micro_batches: list[list[list[int]]]
     minibatch_tokens: list[int]
     save_to: str = ""
+    edition: int = 0
+
+
+class SamplesArrived(Message):
+    """Trainer -> controller: all samples that this rank needs for this step are here."""
+
+    step: int
+    edition: int
+
+
+class BeginStep(Message):
+    """Controller -> every trainer: all of you have your samples of this step; train it when its turn has come."""
+
+    step: int
 
 
 class StepFinished(Message):
@@ -274,66 +296,6 @@ class Trained(Message):
     step: int
 
 
-class SaveTrainer(Message):
-    """Controller -> every trainer: leave the step you are in, if any; the first writes the version before it there."""
-
-    step: int
-    path: str
-
-
-class TrainerSaved(Message):
-    """First trainer -> controller: weights and optimizer of the version after `step` are in this file."""
-
-    step: int
-    name: str
-    num_bytes: int
-    sha256: str
-    copy_s: float
-    write_s: float
-
-
-class SaveFailed(Message):
-    """Trainer or rollout -> controller: my part of this checkpoint could not be written."""
-
-    step: int
-    reason: str
-
-
-class SaveGroups(Message):
-    """Controller -> rollout: write all groups you hold into this file; generation goes on."""
-
-    step: int
-    path: str
-
-
-class GroupsSaved(Message):
-    """Rollout -> controller: they are there. Decoding stood still for `copy_s`."""
-
-    step: int
-    name: str
-    num_bytes: int
-    sha256: str
-    num_groups: int
-    num_partial_tokens: int
-    copy_s: float
-    write_s: float
-
-
-class RestoreGroups(Message):
-    """Controller -> rollout: take these groups of an earlier attempt from this file and go on with them."""
-
-    ARRAYS: ClassVar[Mapping[str, str]] = {"group_id": "int64"}
-    path: str
-
-
-class GroupsRestored(Message):
-    """Rollout -> controller: they are back."""
-
-    num_groups: int
-    num_finished_samples: int
-    num_partial_tokens: int
-
-
 # ------------------------------------------------------------------------------------------- upkeep and the end
 class ActivityReport(Message):
     """Any rank -> controller, about once a second: what it did. Also a sign of life.
@@ -368,10 +330,12 @@ class Stop(Message):
     """Controller -> every rank: finish now; nothing more is expected from you but Farewell.
 
     `healthy`: the run is done and every collective is complete, so that nothing can hold up a rank that ends as usual.
+    `whole`: nobody is lost, so MPI can be finalized.
     """
 
     reason: str
     healthy: bool = False
+    whole: bool = True
 
 
 class Farewell(Message):
@@ -380,6 +344,6 @@ class Farewell(Message):
 
 MESSAGE_TYPES: tuple[type[Message], ...] = tuple(
     value
-    for value in list(globals().values())
+    for value in [*globals().values(), *vars(saving_messages).values(), *vars(survival_messages).values()]
     if isinstance(value, type) and issubclass(value, Message) and value is not Message
 )

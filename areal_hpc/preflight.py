@@ -11,10 +11,12 @@ import time
 from typing import TypeVar
 
 from areal_hpc import __version__
+from areal_hpc.batchscript import SURVIVE
 from areal_hpc.codec import Message
 from areal_hpc.comm import DeadlineExceeded, Received, World
 from areal_hpc.config import Config
 from areal_hpc.exits import Exit, RunError
+from areal_hpc.lifelines import hold_lifeline
 from areal_hpc.messages import ClockPing, ClockPong, Hello, Welcome
 
 CONTROLLER = 0
@@ -58,6 +60,22 @@ def reward_ranks(config: Config) -> list[int]:
     return list(range(config.world_size - config.reward.ranks, config.world_size))
 
 
+def num_expendable(config: Config) -> int:
+    """How many rollout ranks this attempt may lose and go on; 0 where MPI ends them all."""
+    return config.num_expendable if os.environ.get(SURVIVE) else 0
+
+
+def check_pulse(world: World, config: Config, pulse_s: float) -> None:
+    """Where nobody else sees the controller die, its silence is the end. `pulse_s`: time.monotonic() of its last Pulse.
+
+    Raises:
+        RunError: DEADLINE.
+    """
+    silent_s = time.monotonic() - pulse_s
+    if world.expendable and silent_s > 2 * config.deadlines.heartbeat_s:
+        raise RunError(Exit.DEADLINE, f"rank {world.rank} heard nothing from the controller for {silent_s:.0f} s")
+
+
 def unusable(world: World, config: Config, received: Received) -> RunError:
     """A message that does not belong to this rank's role."""
     role, name = role_of(world.rank, config), type(received.message).__name__
@@ -92,6 +110,14 @@ def join(world: World, config: Config) -> tuple[RunClock, Welcome]:
     deadline = config.deadlines.startup_s
     world.post(CONTROLLER, _hello(world, config))
     welcome = expect(world, Welcome, deadline)
+    if welcome.lifeline_port and world.rank in world.expendable:
+        place = (welcome.host, welcome.lifeline_port)
+        try:
+            hold_lifeline(*place, welcome.lifeline_token, world.rank, deadline)
+        except OSError as error:
+            where = f"rank {world.rank} on {socket.gethostname()} cannot reach the controller at {place[0]}:{place[1]}"
+            reason = f"{where} ({error}); with survive.lost_rollouts=0 it need not"
+            raise RunError(Exit.PREFLIGHT, reason) from None
     best_s, zero_s = float("inf"), 0.0
     for _ in range(5):
         sent = time.monotonic()
@@ -127,8 +153,9 @@ def welcome_all(world: World, config: Config, resume: str = "", version: int = 0
             hellos[received.source] = hello
     _nobody_shares_a_gpu(hellos)
     single_host = len({hello.host for hello in hellos.values()}) == 1
+    lines = (mine.host, world.lifelines.port, world.lifelines.token) if world.lifelines else ("", 0, "")
     for rank in range(1, world.size):
-        world.post(rank, Welcome(single_host, resume, version))
+        world.post(rank, Welcome(single_host, resume, version, *lines))
     return clock, [hellos[rank] for rank in range(world.size)]
 
 

@@ -5,9 +5,9 @@ The other trainer ranks stay out of the weights group: they hold the weights alr
 model to receive them, and a busy one would hold up every update.
 
 The groups are bootstrapped from a key-value store whose address travels over MPI, so no port is fixed and no
-environment variable is needed. A generation is one life of the groups: when a rank is lost, the survivors close them
-and build the next generation, with new rank numbers, on the same store. The store should therefore live in a process
-whose death ends the run anyway.
+environment variable is needed. When a rollout rank is lost, the others build the next generation of the weights group
+on the same store (`Rebuild`), while the trainer group goes on. The store should therefore live in a process whose death
+ends the run anyway.
 
 Gloo (CPU) is what the tests run. NCCL takes the same path with tensors on this rank's GPU, but was never run here.
 """
@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
@@ -27,6 +28,8 @@ from torch import Tensor
 from areal_hpc.exits import Exit, RunError
 
 Store = dist.Store
+WeightsGroup: TypeAlias = Any
+"""A process group of torch, or one of its backends alone; they have the same `broadcast`."""
 
 
 class GroupError(RunError):
@@ -131,11 +134,14 @@ class ProcessGroups:
         self.trainer_ranks = list(trainer_ranks)
         self.rollout_ranks = list(range(len(trainer_ranks), size))
         self.root = 0
-        self._weights: dist.ProcessGroup | None = None
+        self._weights: WeightsGroup | None = None
         self._trainers: dist.ProcessGroup | None = None
+        self._root_store = store
+        self._left: list[object] = []  # operations that never end keep a group's connections; so nobody waits for them
         self._store = dist.PrefixStore(f"generation{generation}", store)
         self._meet()
         self._connect(backend, interface)
+        self._backend = backend
 
     def _meet(self) -> None:
         """Wait for all ranks, so that the error names those who did not come."""
@@ -178,10 +184,35 @@ class ProcessGroups:
         """
         if self.rank != self.root and self.rank not in self.rollout_ranks:
             raise ValueError(f"rank {self.rank} is a trainer rank outside the weights group; it cannot join {label}")
-        transfer = _start(label, dist.broadcast, tensor, root, group=self._weights)
+        transfer = _start(label, _broadcast, tensor, root, group=self._weights)
         if not async_op:
             transfer.wait(self.timeout_s)
         return transfer
+
+    def weights_group(self, members: Sequence[int], generation: int) -> WeightsGroup:
+        """Build a weights group of these ranks, the root first; all of them call it. Blocks, so call it in a thread.
+
+        Raises:
+            GroupError: ranks are missing at the deadline of the groups, or they could not connect.
+        """
+        store = dist.PrefixStore(f"weights{generation}", self._root_store)
+        where = f"rank {self.rank}: weights group {generation} of ranks {list(members)}"
+        position, timeout = list(members).index(self.rank), _seconds(self.timeout_s)
+        try:
+            if self._backend == "gloo":
+                return dist.ProcessGroupGloo(store, position, len(members), timeout)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            return dist.ProcessGroupNCCL(store, position, len(members), options)
+        except RuntimeError as error:
+            raise GroupError(_code(error), f"{where} could not be built: {_line(error)}") from None
+
+    def adopt(self, group: WeightsGroup, members: Sequence[int]) -> None:
+        """Use this weights group from now on; what is pending in the one before is given up."""
+        if self._backend == "nccl" and self._weights is not None:
+            self._weights.abort()
+        self._left.append(self._weights)
+        self._weights, self.rollout_ranks = group, list(members[1:])
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
         """Replace `tensor` by its sum over the trainer ranks. Raises GroupError at the deadline."""
@@ -234,7 +265,37 @@ class ProcessGroups:
         dist.destroy_process_group()
 
 
-def _start(label: str, collective: Callable[..., Any], *args: Any, group: dist.ProcessGroup | None) -> Transfer:
+class Rebuild:
+    """The next weights group on its way, in a thread of its own: the others may be slow to come, or dead."""
+
+    def __init__(self, groups: ProcessGroups, members: Sequence[int], generation: int) -> None:
+        self._groups, self._members, self._generation = groups, list(members), generation
+        self._built: WeightsGroup | None = None
+        self._failure: GroupError | None = None
+        self._thread = threading.Thread(target=self._build, name=f"regroup-{generation}", daemon=True)
+        self._thread.start()
+
+    def _build(self) -> None:
+        try:
+            self._built = self._groups.weights_group(self._members, self._generation)
+        except GroupError as error:
+            self._failure = error
+
+    def poll(self) -> bool:
+        """True once the groups have adopted it; never blocks. Raises GroupError when it could not be built."""
+        if self._thread.is_alive():
+            return False
+        if self._built is None:
+            raise self._failure or GroupError(Exit.FAILED, f"weights group {self._generation} could not be built")
+        self._groups.adopt(self._built, self._members)
+        return True
+
+
+def _broadcast(tensor: Tensor, root: int, *, group: WeightsGroup, async_op: bool) -> dist.Work:
+    return group.broadcast(tensor, root)
+
+
+def _start(label: str, collective: Callable[..., Any], *args: Any, group: WeightsGroup | None) -> Transfer:
     if group is None:
         raise GroupError(Exit.FAILED, f"{label}: the groups are closed")
     try:

@@ -120,6 +120,12 @@ class Progress:
                 f"({card.num_scored} answers, mean length {card.lengths['mean']:.0f}{unscored})"
             )
 
+    def lost(self, rank: int, host: str, text: str) -> None:
+        """The run goes on without a rank; said at once, and kept in status.json."""
+        self.status["lost_ranks"] = self.status.get("lost_ranks", {}) | {str(rank): {"host": host, "what": text}}
+        self.write()
+        self.say(f"areal-hpc: {text}")
+
     def refused(self, purpose: str) -> None:
         """A prompt without an answer: it is empty or longer than rollout.max_prompt_tokens."""
         self.num_refused[purpose] += 1

@@ -32,10 +32,22 @@ from areal_hpc.codec import Codec
 from areal_hpc.comm import World
 from areal_hpc.config import Config, load_resolved
 from areal_hpc.exits import Exit, RunError
+from areal_hpc.lifelines import Lifelines
 from areal_hpc.messages import MESSAGE_TYPES, Farewell, Hello, RankFailed, Stop, Welcome
+from areal_hpc.mpi_start import LastWill, make_will
 from areal_hpc.ownership import held_by, release, still_ours
 from areal_hpc.placement import is_bound, narrow
-from areal_hpc.preflight import CONTROLLER, OWN_GPU, RunClock, check_world, join, role_of, welcome_all
+from areal_hpc.preflight import (
+    CONTROLLER,
+    OWN_GPU,
+    RunClock,
+    check_world,
+    join,
+    num_expendable,
+    role_of,
+    rollout_ranks,
+    welcome_all,
+)
 from areal_hpc.rundir import RunDir, read_json
 from areal_hpc.waiting import Backoff
 
@@ -54,7 +66,11 @@ def main(argv: list[str] | None = None) -> tuple[int, bool]:
         os.environ[name] = "1"
     run_dir = RunDir.of(arguments.attempt_dir)
     config = load_resolved(run_dir.config)
+    say_what_death_means(config)
     world = World(Codec(MESSAGE_TYPES), run_dir.attempt)
+    if num_expendable(config):
+        world.expendable = frozenset(rollout_ranks(config))
+        world.lifelines = Lifelines() if world.rank == CONTROLLER else None
     start_logging(run_dir.rank_log(world.rank))
     try:
         check_world(world, config, arguments.component)
@@ -65,6 +81,13 @@ def main(argv: list[str] | None = None) -> tuple[int, bool]:
     if world.rank == CONTROLLER:
         return run_controller(config, world, run_dir), True
     return run_other(config, world, run_dir)
+
+
+def say_what_death_means(config: Config) -> None:
+    """Where the others outlive a dead rank, most of them cannot do without this one."""
+    rank = os.environ.get("PMI_RANK", "")
+    if num_expendable(config) and rank.isdecimal():
+        make_will(LastWill.UNTIL_READY if role_of(int(rank), config) == "rollout" else LastWill.ALWAYS)
 
 
 def take_gpu(role: str, beside: str) -> None:
@@ -118,10 +141,12 @@ def run_controller(config: Config, world: World, run_dir: RunDir) -> int:
     state = {Exit.DONE: "done", Exit.INTERRUPTED: "interrupted", Exit.REQUEUE: "requeued"}.get(code, "failed")
     progress.ended(state, why, int(code))
     close_attempt(run_dir, progress.status)
-    silent = say_farewell(world, Stop(why, code == Exit.DONE), config.deadlines.exit_s / 2)
+    silent = say_farewell(world, Stop(why, code == Exit.DONE and world.whole, world.whole), config.deadlines.exit_s / 2)
     if silent:
         log.error("no farewell from ranks %s: aborting", silent)
         world.abort(int(code) or int(Exit.DEADLINE))
+    if world.lost.keys() - world.trouble.keys():
+        world.abort(int(code))  # a lost rank that lives would hold the job; end.json says how the run ended
     world.close(config.deadlines.exit_s / 2, int(code))
     return int(code)
 
@@ -176,6 +201,7 @@ def control(config: Config, world: World, run_dir: RunDir, progress: Any) -> str
 
         saver = Saver(config, world, checkpoints, event, trusted, is_ours)
         controller = Controller(config, world, clock, run_log, source, heldout, progress, saver, saved)
+        controller.hosts = {rank: hello.host for rank, hello in enumerate(hellos)}
         for kind, notes in (("note", resuming.get("notes", ())), ("bad_line", bad_lines)):
             for note in notes:
                 controller.event(kind, note)
@@ -249,12 +275,12 @@ def dump_stacks(hellos: Sequence[Hello]) -> None:
 
 def say_farewell(world: World, stop: Stop, timeout_s: float) -> list[int]:
     """Send `stop` to every rank and collect their farewells; returns the ranks that stayed silent."""
-    silent = set(range(1, world.size))
+    silent = set(range(1, world.size)) - set(world.lost)
     for rank in silent:
         world.post(rank, stop)
     pause = Backoff()
     deadline_s = time.monotonic() + timeout_s
-    while silent and time.monotonic() < deadline_s:
+    while (silent := silent - world.lost.keys()) and time.monotonic() < deadline_s:
         received = world.poll()
         if received is None:
             pause.sleep()
@@ -294,10 +320,13 @@ def report_failure(world: World, failure: RunError, timeout_s: float) -> None:
             if received is None:
                 pause.sleep()
             elif isinstance(received.message, Stop):
+                world.whole &= received.message.whole
                 return
     except Exception:
         log.exception("the failure could not be reported")
     print(f"areal-hpc: rank {world.rank}: {failure.reason}", file=sys.stderr, flush=True)
+    if world.rank in world.expendable:
+        world.leave(int(failure.code))  # nobody answers, perhaps because this one is taken for lost: no reason to abort
     world.abort(int(failure.code))
 
 

@@ -8,6 +8,7 @@ prompt is never dropped: what cannot be generated is reported as refused.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from pathlib import Path
 from numpy.typing import NDArray
 
 from areal_hpc.comm import Received, World
-from areal_hpc.compute import RolloutCompute
+from areal_hpc.compute import Arrived, RolloutCompute
 from areal_hpc.config import Config
 from areal_hpc.engines.base import NOT_BEGUN, Begun, Completion, Request, Swap
 from areal_hpc.exits import Exit, RunError
@@ -28,26 +29,26 @@ from areal_hpc.messages import (
     DropGroups,
     GroupFinished,
     GroupRefused,
-    GroupsRestored,
     LoadWeights,
     Ready,
-    RestoreGroups,
     Samples,
-    SaveGroups,
     Scored,
     ShipSamples,
     Stop,
     Trained,
     WeightsLoaded,
 )
-from areal_hpc.preflight import CONTROLLER, RunClock, unusable
+from areal_hpc.mpi_start import say_ready
+from areal_hpc.preflight import CONTROLLER, RunClock, check_pulse, unusable
 from areal_hpc.reporting import Reporter
 from areal_hpc.rewards import RewardResult
 from areal_hpc.rewards.backlog import Backlog
 from areal_hpc.rewards.remote import RemoteRewards
 from areal_hpc.rollout_state import Group, SavedGroup, snapshot
+from areal_hpc.saving_messages import GroupsRestored, RestoreGroups, SaveGroups
 from areal_hpc.seeds import sample_seed
 from areal_hpc.shipment import join
+from areal_hpc.survival_messages import Pulse, Regroup, WeightsTorn
 from areal_hpc.trajectory import Key
 from areal_hpc.waiting import Backoff
 from areal_hpc.workflows.episodes import Episodes
@@ -68,9 +69,12 @@ class Rollout:
         self.saver = GroupSaver()
         self.versions_to_load: list[int] = []
         self.receiving = False
+        self.received_version = -1
+        self.generation, self.torn = 0, False
         self.receive_s: dict[int, float] = {}
         self.credits_to_grant = config.rollout.slots + config.trainer.group_size
         self.heard_s = time.monotonic()
+        self.pulse_s = math.inf
         self.num_restarts_told = self.num_tool_restarts_told = 0
         self.backlog = Backlog(config.max_pending, lambda text: self.reporter.event("reward_backlog", text))
         self.stopped = self.healthy_end = False
@@ -84,6 +88,7 @@ class Rollout:
             WeightError: an update that arrived is not the one that was announced.
         """
         self.world.post(CONTROLLER, Ready())
+        say_ready()
         pause = Backoff()
         silence_s = self.config.deadlines.silence_s
         while not self.stopped:
@@ -97,6 +102,7 @@ class Rollout:
             if busy:
                 pause.reset()
                 continue
+            check_pulse(self.world, self.config, self.pulse_s)
             if time.monotonic() - self.heard_s > silence_s:
                 reason = f"rollout rank {self.world.rank} heard nothing from the controller for {silence_s:.0f} s"
                 raise RunError(Exit.DEADLINE, reason)
@@ -206,20 +212,46 @@ class Rollout:
     # ------------------------------------------------------------------------------------------------- weights
     def take_weights(self) -> bool:
         """Move a weight update on: post its receives; when it is complete, swap it in between two tokens."""
-        if not self.receiving:
-            if not self.versions_to_load:
-                return False
-            self.receiver.begin(self.versions_to_load.pop(0))
-            self.receiving = True
-            fault("rollout.receive", self.world.rank)
-        ready = self.receiver.poll()
+        try:
+            ready = self.receive()
+        except RunError as error:
+            self.weights_torn(error)
+            return False
         if ready is None:
             return False
         self.receiving = False
+        if ready.version <= self.received_version:
+            return True  # sent again, because others had lost it
+        fault("rollout.swap", self.world.rank)
+        self.received_version = ready.version
         self.receive_s[ready.version] = ready.receive_s
         with self.reporter.activity("swap"):
             self.report_swap(self.engine.load_weights(ready.version, ready.tensors.items()))
         return True
+
+    def receive(self) -> Arrived | None:
+        """The next version once it is complete."""
+        if not self.receiving:
+            while self.versions_to_load and self.versions_to_load[0] <= self.received_version:
+                self.versions_to_load.pop(0)  # what a new group is given first may be newer than what was announced
+            if not self.versions_to_load or self.torn:
+                return None
+            self.receiver.begin(self.versions_to_load.pop(0))
+            self.receiving = True
+            fault("rollout.receive", self.world.rank)
+        return self.receiver.poll()
+
+    def weights_torn(self, error: RunError) -> None:
+        """Where a lost rank can be survived, a torn update is not the end: the controller has the group rebuilt."""
+        if not self.world.expendable:
+            raise error
+        self.torn, self.receiving = True, False
+        self.world.post(CONTROLLER, WeightsTorn(self.generation, error.reason))
+
+    def regroup(self, generation: int, ranks: list[int]) -> None:
+        """Leave the weights group for the next one, in which the newest version comes first of all."""
+        self.generation, self.torn, self.receiving = generation, False, True
+        self.receiver.regroup([rank - 1 for rank in ranks], generation)
 
     def report_swap(self, swap: Swap | None) -> None:
         if swap is not None:
@@ -257,7 +289,12 @@ class Rollout:
                 self.rewards.arrived(scored)
             case LoadWeights(version):
                 self.versions_to_load.append(version)
-            case Stop(_, healthy):
+            case Regroup(generation):
+                self.regroup(generation, arrays["rank"].tolist())
+            case Pulse():
+                self.pulse_s = time.monotonic()
+            case Stop(_, healthy, whole):
+                self.world.whole &= whole
                 self.stopped, self.healthy_end = True, healthy
             case _:
                 raise unusable(self.world, self.config, received)

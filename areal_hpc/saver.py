@@ -14,13 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.checkpoint import Checkpoints, FileRecord, Found, write_json
+from areal_hpc.checkpoint import Checkpoints, FileRecord, Found, write_arrays, write_json
 from areal_hpc.comm import World
 from areal_hpc.config import Config
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.faults import fault
-from areal_hpc.messages import GroupsSaved, SaveFailed, SaveGroups, SaveTrainer, TrainerSaved
+from areal_hpc.messages import AdmitGroup
 from areal_hpc.preflight import rollout_ranks, trainer_ranks
+from areal_hpc.rollout_state import SavedGroup, pack_groups
+from areal_hpc.saving_messages import GroupsSaved, SaveFailed, SaveGroups, SaveTrainer, TrainerSaved
 
 STATE = "controller.json"
 TRAINER_STATE = "trainer.safetensors"
@@ -88,6 +90,13 @@ class Saver:
     def order(self, step: int) -> str:
         """Where the trainer writes its part after this step; "" if no checkpoint is due then."""
         every_s = self.config.checkpoint.every_s
+        if (
+            (pending := self.pending)
+            and pending.step == step
+            and not pending.is_cut
+            and self.trainer in pending.waiting
+        ):
+            return str(pending.path)  # the batch of this step was recalled and composed again
         if every_s is None or self.pending is not None or self.now() - self.saved_s < every_s:
             return ""
         pending = self._begin(step)
@@ -103,6 +112,19 @@ class Saver:
         pending = self._begin(step)
         if pending is not None:
             self.world.post(self.trainer, SaveTrainer(step, str(pending.path)))
+
+    def lose(self, rank: int) -> None:
+        """A rollout rank is lost: nobody waits for its part. If others rely on it, this checkpoint is none."""
+        self.rollouts.remove(rank)
+        pending = self.pending
+        if pending is None or rank not in pending.waiting:
+            return
+        pending.waiting.discard(rank)
+        if pending.is_cut:
+            self.pending = None
+            self.checkpoints.abandon(pending.path)
+            self.saved_s = float("-inf")  # the next step is as good
+            self.event("checkpoint_given_up", f"step {pending.step}: rank {rank} is lost, and its groups with it")
 
     @property
     def awaits_cut(self) -> int | None:
@@ -131,7 +153,9 @@ class Saver:
         pending.facts = dict(facts)
         try:
             adopted = self._adopt(pending, state["waiting"])
-            content = {name: value for name, value in state.items() if name != "waiting"}
+            if headers := state.get("anew"):
+                adopted += self._write_anew(pending, headers)
+            content = {name: value for name, value in state.items() if name not in ("waiting", "anew")}
             content["groups"] = [*state["groups"], *adopted]
             pending.records.append(write_json(pending.path / STATE, content))
         except RunError as error:
@@ -149,6 +173,12 @@ class Saver:
             pending.records.append(record)
             names[name] = record.name
         return [(group_id, prompt_id, names[name]) for group_id, prompt_id, name in waiting]
+
+    def _write_anew(self, pending: Pending, headers: Sequence[AdmitGroup]) -> list[tuple[int, str, str]]:
+        """Groups whose tokens are lost: what they are generated from is kept in the place of a rank's file."""
+        path = pending.path / groups_file(0)
+        pending.records.append(write_arrays(path, pack_groups([SavedGroup(header, {}, {}, {}) for header in headers])))
+        return [(header.group_id, header.prompt_id, path.name) for header in headers]
 
     # ------------------------------------------------------------------------------------------------ collecting
     def part(self, source: int, message: TrainerSaved | GroupsSaved) -> None:

@@ -6,10 +6,12 @@ and the samples of the next batch arrive while this one is being trained.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,34 +26,42 @@ from areal_hpc.config import Config
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.faults import fault
 from areal_hpc.messages import (
+    BeginStep,
     ModelSaved,
     Ready,
     Samples,
-    SaveFailed,
+    SamplesArrived,
     SaveModel,
-    SaveTrainer,
     StepFinished,
     Stop,
     TrainBatch,
-    TrainerSaved,
     WeightsSent,
     Welcome,
 )
-from areal_hpc.preflight import CONTROLLER, RunClock, unusable
+from areal_hpc.preflight import CONTROLLER, RunClock, check_pulse, unusable
 from areal_hpc.reporting import Reporter
 from areal_hpc.rundir import RunDir
 from areal_hpc.saver import TRAINER_STATE
+from areal_hpc.saving_messages import SaveFailed, SaveTrainer, TrainerSaved
 from areal_hpc.shipment import join, split
+from areal_hpc.survival_messages import PeerLost, Pulse, RecallBatches, Regroup, WeightsTorn
 from areal_hpc.trajectory import Key, Trajectory
 from areal_hpc.waiting import Backoff, Stopwatch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Announced:
-    """A TrainBatch message with its table, which describes the whole batch."""
+    """A TrainBatch message with its table, which describes the whole batch.
+
+    Attributes:
+        missing: samples of this rank's share that are not here yet.
+        may_begin: the other trainers have theirs, too.
+    """
 
     header: TrainBatch
     table: dict[str, NDArray]
+    missing: set[Key] = field(default_factory=set)
+    may_begin: bool = False
 
     @property
     def keys(self) -> list[Key]:
@@ -112,6 +122,11 @@ class Trainer:
         self.announced: list[Announced] = []
         self.samples: dict[Key, Trajectory] = {}
         self.reported_version = -1
+        self.torn = False
+        self.generation = 0
+        self.leaving: SaveTrainer | None = None
+        self.may_leave = True
+        self.pulse_s = math.inf
         self.stopped = self.healthy_end = False
 
     # ------------------------------------------------------------------------------------------------ the loop
@@ -134,12 +149,11 @@ class Trainer:
     def train(self) -> None:
         """Step after step."""
         watch = Stopwatch()
-        for batch in self.batches():
-            watch.lap("wait_s")
-            trajectories = self.collect(batch)
-            watch.lap("receive_s")
+        while (batch := self.next_batch(watch)) is not None:
+            trajectories = self.take(batch)
             result = self.learn(batch, trajectories)
             watch.lap("update_s")
+            self.may_leave = False  # what is trained has to be reported first
             if result.skipped:
                 self.dump(batch.header.step, trajectories)
             else:
@@ -151,27 +165,32 @@ class Trainer:
                 self.begin_saving(self.step, batch.header.save_to)
             watch.lap("publish_s")
             self.report(self.step, result, watch.finish())
+            self.may_leave = True
+            if self.leaving is not None:
+                raise LeaveStep(self.leaving)
 
-    def batches(self) -> Iterator[Announced]:
-        """The batches of the run, as the controller announces them, until it says Stop."""
+    def next_batch(self, watch: Stopwatch) -> Announced | None:
+        """The next batch once all trainer ranks have their samples of it; None when the controller says Stop."""
+        deadlines = self.config.deadlines
+        patience_s = deadlines.message_s + (deadlines.heartbeat_s if self.world.expendable else 0.0)
         while True:
-            self.wait_for(lambda: bool(self.announced), "wait_batch", self.config.deadlines.silence_s, "the next batch")
+            self.wait_for(lambda: bool(self.announced), "wait_batch", deadlines.silence_s, "the next batch")
+            watch.lap("wait_s")
             if self.stopped:
-                return
-            yield self.announced.pop(0)
+                return None
+            what = f"samples of step {self.announced[0].header.step}"
+            self.wait_for(lambda: not self.announced or self.announced[0].may_begin, "receive", patience_s, what)
+            watch.lap("receive_s")
+            if self.announced and not self.stopped:
+                return self.announced.pop(0)
 
-    def collect(self, batch: Announced) -> list[Trajectory | None]:
+    def take(self, batch: Announced) -> list[Trajectory | None]:
         """This rank's trajectories, by index in the batch; None for those of other ranks."""
-        keys, mine = batch.keys, batch.mine
-        missing = {keys[i] for i in mine}
-
-        def all_here() -> bool:
-            missing.difference_update(self.samples)
-            return not missing
-
-        what = f"samples of step {batch.header.step}"
-        self.wait_for(all_here, "receive", self.config.deadlines.message_s, what)
-        return [self.samples.pop(key) if i in mine and key in self.samples else None for i, key in enumerate(keys)]
+        mine = batch.mine
+        taken = [self.samples.get(key) if i in mine else None for i, key in enumerate(batch.keys)]
+        for key in batch.keys:  # those of others, too: a recalled batch may have brought them here
+            self.samples.pop(key, None)
+        return taken
 
     def learn(self, batch: Announced, trajectories: list[Trajectory | None]) -> StepResult:
         if fault("trainer.batch", self.world.rank) == "nan":
@@ -197,20 +216,51 @@ class Trainer:
         """Start the broadcast of the current version; training goes on while it travels."""
         if self.sender is None:
             return
+        patience_s = 2 * self.config.deadlines.weights_s
+        self.wait_for(self.weights_have_left, "publish", patience_s, "the weights before to leave")
+        if self.stopped:
+            return
         with self.reporter.activity("publish"):
-            self.sender.wait()
-            self.report_sent()
-            self.sender.publish(self.version, self.compute.weights())
+            if not self.torn:
+                with self.mending():
+                    self.sender.publish(self.version, self.compute.weights())
+            if self.torn:
+                self.sender.hold(self.version, self.compute.weights())
             fault("trainer.publish", self.world.rank)
+
+    def weights_have_left(self) -> bool:
+        """No broadcast is under way, or none can be."""
+        self.report_sent()
+        return self.torn or self.sender is None or self.sender.poll()
 
     def report_sent(self) -> None:
         """Tell the controller, once, about a broadcast that has left completely."""
-        if self.sender is None or not self.sender.poll():
+        if self.sender is None or self.torn:
             return
+        with self.mending():
+            if not self.sender.poll():
+                return
         sent = self.sender.last
         if sent is not None and sent.version > self.reported_version:
             self.reported_version = sent.version
             self.world.post(CONTROLLER, WeightsSent(sent.version, sent.num_bytes, sent.snapshot_s, sent.broadcast_s))
+
+    @contextmanager
+    def mending(self) -> Iterator[None]:
+        """Where a lost rank can be survived, a torn broadcast is not the end: the controller has the group rebuilt."""
+        try:
+            yield
+        except RunError as error:
+            if not self.world.expendable:
+                raise
+            self.torn = True
+            self.world.post(CONTROLLER, WeightsTorn(self.generation, error.reason))
+
+    def regroup(self, generation: int, ranks: list[int]) -> None:
+        if self.sender is not None:
+            self.generation, self.torn = generation, False
+            with self.mending():
+                self.sender.regroup([rank - 1 for rank in ranks], generation)
 
     def begin_saving(self, step: int, directory: str) -> None:
         """Copy the state, and write it in a thread of its own while training goes on."""
@@ -274,6 +324,7 @@ class Trainer:
             while not arrived() and not self.stopped:
                 if time.monotonic() > deadline_s:
                     raise RunError(Exit.DEADLINE, f"trainer rank {self.world.rank} waited {timeout_s:.0f} s for {what}")
+                check_pulse(self.world, self.config, self.pulse_s)
                 self.handle_messages()
                 pause.sleep()
 
@@ -288,14 +339,53 @@ class Trainer:
     def handle(self, received: Received) -> None:
         match received.message:
             case TrainBatch() as header:
-                self.announced.append(Announced(header, received.arrays))
+                self.announce(Announced(header, received.arrays))
             case Samples():
-                self.samples |= {trajectory.key: trajectory for trajectory in split(received.arrays)}
+                self.arrive({trajectory.key: trajectory for trajectory in split(received.arrays)})
+            case BeginStep(step):
+                next(batch for batch in self.announced if batch.header.step == step).may_begin = True
+            case RecallBatches(step):
+                self.recall(step)
+            case PeerLost(rank):
+                self.world.forget(rank)
+            case Regroup(generation):
+                self.regroup(generation, received.arrays["rank"].tolist())
+            case Pulse():
+                self.pulse_s = time.monotonic()
             case SaveModel():
                 self.save()
             case SaveTrainer() as order:
-                raise LeaveStep(order)
-            case Stop(_, healthy):
+                self.leaving = order
+                if self.may_leave:
+                    raise LeaveStep(order)
+            case Stop(_, healthy, whole):
+                self.world.whole &= whole
                 self.stopped, self.healthy_end = True, healthy
             case _:
                 raise unusable(self.world, self.config, received)
+
+    # ------------------------------------------------------------------------------------------------- samples
+    def announce(self, batch: Announced) -> None:
+        keys = batch.keys
+        batch.missing = {keys[i] for i in batch.mine} - self.samples.keys()
+        self.announced.append(batch)
+        self.report_complete(batch)
+
+    def arrive(self, samples: dict[Key, Trajectory]) -> None:
+        self.samples |= samples
+        for batch in self.announced:
+            if batch.missing:
+                batch.missing -= samples.keys()
+                self.report_complete(batch)
+
+    def report_complete(self, batch: Announced) -> None:
+        """Tell the controller, once, that this rank's samples of a batch are here."""
+        if not batch.missing:
+            self.world.post(CONTROLLER, SamplesArrived(batch.header.step, batch.header.edition))
+
+    def recall(self, step: int) -> None:
+        """Batches from this step on will be composed again; of their samples none must be taken for a new one."""
+        for batch in [batch for batch in self.announced if batch.header.step >= step]:
+            self.announced.remove(batch)
+            for key in batch.keys:
+                self.samples.pop(key, None)

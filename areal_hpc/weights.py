@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,12 +32,27 @@ from torch import Tensor
 
 from areal_hpc.buckets import BucketPlan
 from areal_hpc.exits import Exit, RunError
-from areal_hpc.process_group import GroupError, ProcessGroups, Transfer
+from areal_hpc.process_group import GroupError, ProcessGroups, Rebuild, Transfer
 from areal_hpc.waiting import Backoff
+
+WHICHEVER = -1
+"""Instead of a version: the one that comes."""
 
 
 class WeightError(RunError):
     """A weight update that must not be used; the weights in use stay as they are."""
+
+
+@dataclass(slots=True)
+class _Update:
+    """One update under way; the helper thread counts `num_received` and, at its end, sets `is_torn` and `outcome`."""
+
+    version: int
+    transfers: list[Transfer]
+    started_s: float
+    num_received: int = 0
+    is_torn: bool = False
+    outcome: ReadyWeights | WeightError | None = None
 
 
 class _Side:
@@ -57,15 +72,19 @@ class _Side:
     def __init__(
         self, groups: ProcessGroups, plan: BucketPlan, root: int = 0, *, device: torch.device | str = "cpu"
     ) -> None:
-        device = torch.device(device)
+        self._device = device = torch.device(device)
         self.groups, self.plan, self.root = groups, plan, root
-        self._flat = torch.zeros(plan.num_bytes, dtype=torch.uint8, device=device)
-        self._buckets = [self._flat[plan.bucket(index)] for index in range(plan.num_buckets)]
-        self._header = torch.zeros(3, dtype=torch.int64, device=device)
-        self._trailer = torch.zeros(1 + plan.num_buckets, dtype=torch.int64, device=device)
+        self._allocate()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._broken: tuple[Exit, str] | None = None
+        self._rebuild: Rebuild | None = None
         self._agree()
+
+    def _allocate(self) -> None:
+        self._flat = torch.zeros(self.plan.num_bytes, dtype=torch.uint8, device=self._device)
+        self._buckets = [self._flat[self.plan.bucket(index)] for index in range(self.plan.num_buckets)]
+        self._header = torch.zeros(3, dtype=torch.int64, device=self._device)
+        self._trailer = torch.zeros(1 + self.plan.num_buckets, dtype=torch.int64, device=self._device)
 
     def _agree(self) -> None:
         """Compare plans before anything is broadcast: buffers of different size would crash the library."""
@@ -75,6 +94,23 @@ class _Side:
             if theirs != str(self.plan):
                 where = f"rank {self.groups.rank}: the plan of the weights is"
                 raise WeightError(Exit.FAILED, f"{where} {self.plan} here but {theirs} on rank {rank}")
+
+    def regroup(self, members: Sequence[int], generation: int) -> None:
+        """Give up what is under way and build the next weights group of these ranks, the sender first, while `poll`
+        looks at it; it raises WeightError when that fails."""
+        self._broken = None
+        self._rebuild = Rebuild(self.groups, members, generation)
+
+    def _is_rebuilt(self) -> bool:
+        """True once, when the new group is there."""
+        try:
+            if self._rebuild is None or not self._rebuild.poll():
+                return False
+        except GroupError as error:
+            self._rebuild = None
+            raise self._break(error.code, error.reason) from None
+        self._rebuild = None
+        return True
 
     def _broadcast(self, tensor: Tensor, version: int, what: str) -> Transfer:
         try:
@@ -95,10 +131,13 @@ class _Side:
         self._broken = (code, reason)
         return WeightError(code, reason)
 
-    def _torn(self, version: int, num_done: int, started_s: float, cause: Exception) -> WeightError:
+    def _torn(self, update: _Update, cause: Exception) -> WeightError:
+        """What a person needs to know about an update that has ended in the middle."""
         code, text = (cause.code, cause.reason) if isinstance(cause, RunError) else (Exit.FAILED, repr(cause))
-        done = f"{max(num_done, 0)} of {self.plan.num_buckets} buckets after {time.monotonic() - started_s:.1f} s"
-        return self._break(code, f"rank {self.groups.rank}, version {version}: {done}; rebuild the groups ({text})")
+        done, elapsed_s = max(update.num_received, 0), time.monotonic() - update.started_s
+        so_far = f"{done} of {self.plan.num_buckets} buckets after {elapsed_s:.1f} s"
+        reason = f"rank {self.groups.rank}, version {update.version}: {so_far}; rebuild the groups ({text})"
+        return WeightError(code, reason)
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -147,6 +186,7 @@ class WeightSender(_Side):
         super().__init__(groups, plan, root, device=device)
         self._pending: deque[Transfer] = deque()
         self._version = -1
+        self._checksums: list[int] = []
         self._started_s = self._snapshot_s = 0.0
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Manifest:
@@ -161,25 +201,44 @@ class WeightSender(_Side):
         self.wait()
         self._check_intact(version)
         self.plan.match(tensors)
-        self._version, self._started_s = version, time.monotonic()
-        checksums = []
-        with self._beside():
-            self._header.copy_(torch.tensor([version, self.plan.fingerprint, self.plan.num_bytes]))
-            self._send(self._header, "header")
-            for index in self.plan.fill(self._flat, tensors):
-                self._send(self._buckets[index], self._bucket_name(index))
-                checksums.append(_checksum(self._buckets[index]))
-            self._trailer.copy_(torch.tensor([version, *checksums]))
-            self._send(self._trailer, "checksums")
+        self._version, self._checksums = version, []
+        self._send_all(self.plan.fill(self._flat, tensors))
         self._snapshot_s = time.monotonic() - self._started_s
-        return Manifest(version, self.plan.num_bytes, tuple(checksums), self.plan.fingerprint)
+        return Manifest(version, self.plan.num_bytes, tuple(self._checksums), self.plan.fingerprint)
+
+    def hold(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Snapshot the weights only: the group is torn, and they leave when the next one is built."""
+        began_s = time.monotonic()
+        self._pending.clear()
+        self._version = version
+        with self._beside():
+            self._checksums = [_checksum(self._buckets[index]) for index in self.plan.fill(self._flat, tensors)]
+        self._snapshot_s = time.monotonic() - began_s
+
+    def _send_all(self, filled: Iterable[int]) -> None:
+        """Broadcast the snapshot; `filled` yields the buckets as they are ready, whose checksums follow if unknown."""
+        self._started_s = time.monotonic()
+        with self._beside():
+            self._header.copy_(torch.tensor([self._version, self.plan.fingerprint, self.plan.num_bytes]))
+            self._send(self._header, "header")
+            for index in filled:
+                self._send(self._buckets[index], self._bucket_name(index))
+                if len(self._checksums) <= index:
+                    self._checksums.append(_checksum(self._buckets[index]))
+            self._trailer.copy_(torch.tensor([self._version, *self._checksums]))
+            self._send(self._trailer, "checksums")
 
     def poll(self) -> bool:
-        """True when no update is under way any more; never blocks.
+        """True when no update is under way any more, nor a group in the making; never blocks.
 
         Raises:
             WeightError: the update failed, or is not over at the deadline of the groups; they must be rebuilt.
         """
+        if self._is_rebuilt():
+            self._pending.clear()
+            self._send_all(range(self.plan.num_buckets))
+        if self._rebuild is not None:
+            return False
         while self._pending and (self._pending[0].done() or time.monotonic() > self._deadline_s):
             self._finish_next(0.0)
         return not self._pending
@@ -207,7 +266,8 @@ class WeightSender(_Side):
         except GroupError as error:
             num_sent = self.plan.num_buckets + 1 - len(self._pending)
             self._pending.clear()
-            raise self._torn(self._version, num_sent, self._started_s, error) from None
+            torn = self._torn(_Update(self._version, [], self._started_s, num_sent), error)
+            raise self._break(torn.code, torn.reason) from None
         self._pending.popleft()
         if not self._pending:
             elapsed_s = time.monotonic() - self._started_s
@@ -225,24 +285,13 @@ class ReadyWeights:
     receive_s: float
 
 
-@dataclass(slots=True)
-class _Update:
-    """One update under way; the helper thread counts `num_received` and, at its end, sets `outcome`."""
-
-    version: int
-    transfers: list[Transfer]
-    started_s: float
-    num_received: int = 0
-    outcome: ReadyWeights | WeightError | None = None
-
-
 class WeightReceiver(_Side):
     """Takes versions into a shadow buffer on a rollout rank."""
 
     _update: _Update | None = None
 
     def begin(self, version: int) -> None:
-        """Start to receive `version`; the views of the set before become invalid.
+        """Start to receive `version`, or WHICHEVER comes; the views of the set before become invalid.
 
         Raises:
             WeightError: another version is still arriving, or the groups broke in an earlier update.
@@ -259,6 +308,13 @@ class WeightReceiver(_Side):
         self._update = _Update(version, transfers, started_s)
         threading.Thread(target=self._receive, args=[self._update], name=f"weights-{version}", daemon=True).start()
 
+    def regroup(self, members: Sequence[int], generation: int) -> None:
+        """Once the group is there, the next set is whichever the sender sends first."""
+        if self._update is not None and self._update.outcome is None:  # what it still brings must not meet new buffers
+            self._allocate()
+        self._update = None
+        super().regroup(members, generation)
+
     def poll(self) -> ReadyWeights | None:
         """The complete set once it is here and verified, else None. Looks at a flag; call it between two tokens.
 
@@ -266,6 +322,8 @@ class WeightReceiver(_Side):
             WeightError: version, plan or a checksum is wrong (the next version may still be received), or the transfer
                 failed or is not over at the deadline of the groups (then they must be rebuilt).
         """
+        if self._is_rebuilt():
+            self.begin(WHICHEVER)
         update = self._update
         if update is None:
             return None
@@ -275,10 +333,10 @@ class WeightReceiver(_Side):
             ):  # the helper thread has the first word
                 return None
             late = GroupError(Exit.DEADLINE, "deadline passed while waiting for the device")
-            update.outcome = self._torn(update.version, update.num_received, update.started_s, late)
+            update.is_torn, update.outcome = True, self._torn(update, late)
         self._update = None
         if isinstance(update.outcome, WeightError):
-            raise update.outcome
+            raise self._break(update.outcome.code, update.outcome.reason) if update.is_torn else update.outcome
         return update.outcome
 
     def _receive(self, update: _Update) -> None:
@@ -288,12 +346,12 @@ class WeightReceiver(_Side):
                 wrong = self._difference(update.version, self._collect(update))
         except Exception as error:
             update.transfers.clear()  # they would keep the connections open
-            update.outcome = self._torn(update.version, update.num_received, update.started_s, error)
+            update.is_torn, update.outcome = True, self._torn(update, error)
             return
         if wrong is None:
             elapsed_s = time.monotonic() - update.started_s
             tensors = self.plan.views(self._flat)
-            update.outcome = ReadyWeights(update.version, tensors, self.plan.num_bytes, elapsed_s)
+            update.outcome = ReadyWeights(int(self._header[0]), tensors, self.plan.num_bytes, elapsed_s)
         else:
             reason = f"rank {self.groups.rank}, version {update.version} refused: {wrong}"
             update.outcome = WeightError(Exit.FAILED, reason)
@@ -314,6 +372,7 @@ class WeightReceiver(_Side):
     def _difference(self, version: int, checksums: list[int]) -> str | None:
         """What differs between the update that has arrived and the one expected, if anything."""
         header, trailer = self._header.tolist(), self._trailer.tolist()
+        version = header[0] if version == WHICHEVER else version
         expected = [version, self.plan.fingerprint, self.plan.num_bytes, version]
         names = ["version", "fingerprint of the plan", "number of bytes", "version after the last bucket"]
         for name, mine, theirs in zip(names, expected, [*header, trailer[0]], strict=True):

@@ -17,7 +17,7 @@ from areal_hpc.config.data import DataConfig, EvaluationConfig, ModelConfig, Pre
 from areal_hpc.config.job import SlurmConfig
 from areal_hpc.config.reward import RewardConfig
 from areal_hpc.config.rollout import FilterConfig, RolloutConfig, StalenessConfig, WorkflowConfig
-from areal_hpc.config.running import CheckpointConfig, DeadlinesConfig, LogConfig, WeightsConfig
+from areal_hpc.config.running import CheckpointConfig, DeadlinesConfig, LogConfig, SurviveConfig, WeightsConfig
 from areal_hpc.config.simulation import SimulationConfig
 from areal_hpc.config.trainer import TrainerConfig
 from areal_hpc.config.types import Count, Section, Text, Unit, Whole
@@ -64,6 +64,8 @@ class Config(Section):
     """What the HDF5 log keeps."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What survives the end of a job."""
+    survive: SurviveConfig = SurviveConfig()
+    """What a run goes on without."""
     deadlines: DeadlinesConfig = DeadlinesConfig()
     """How long anything may take."""
     simulation: SimulationConfig = SimulationConfig()
@@ -87,6 +89,14 @@ class Config(Section):
     def max_pending(self) -> int:
         """Answers of one rollout rank that may wait for their reward before it takes in no new prompts."""
         return self.reward.max_pending or self.rollout.slots
+
+    @property
+    def num_expendable(self) -> int:
+        """How many rollout ranks may be lost, where MPI lets the others live. With reward ranks none: those would send
+        to a dead one, and MPICH crashes then (lifelines.py). An evaluation goes on where it was in any case."""
+        if self.reward.ranks or self.is_evaluation:
+            return 0
+        return min(int(self.survive.lost_rollouts * self.rollout.ranks), self.rollout.ranks - 1)
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from areal_hpc.config.types import Count, Seconds, Section, Text, Unit, Whole
+from areal_hpc.config.types import Count, Fraction, Seconds, Section, Text, Unit, Whole
 
 
 class LogConfig(Section):
@@ -30,6 +30,12 @@ class CheckpointConfig(Section):
     """Go on from the newest valid checkpoint of run_dir; false: every start is a new run at version 0."""
     max_fruitless: Annotated[Count, Unit("attempts in a row")] = 3
     """The run is given up after so many attempts that trained no new step."""
+
+
+class SurviveConfig(Section):
+    lost_rollouts: Fraction = 0.5
+    """Share of the rollout ranks that may be lost before the run ends and starts again from its checkpoint. Where MPI
+    lets the others live, which is slurm.mpi pmi2; elsewhere none."""
 
 
 class DeadlinesConfig(Section):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any, Protocol
 
@@ -44,6 +45,9 @@ class Source(Protocol):
     def next(self) -> Prompt | None:
         """The next prompt, or None when all epochs are over."""
 
+    def named(self, prompt_id: str) -> Prompt:
+        """The prompt with this id; KeyError if there is none."""
+
     def digests(self) -> dict[str, list[Any]]:
         """By name of the source: number of prompts, and a hash of their ids and texts."""
 
@@ -65,6 +69,7 @@ class PromptSource:
         self._seed = seed
         self._shuffle = shuffle
         self._epochs = epochs
+        self._by_id: dict[str, Prompt] = {}
         self.num_total: int | None = None if epochs is None else epochs * len(prompts)
         self.seek((0, 0))
 
@@ -103,6 +108,11 @@ class PromptSource:
         if self._index == len(self._prompts):
             self.seek((self._epoch + 1, 0))
         return prompt
+
+    def named(self, prompt_id: str) -> Prompt:
+        """The prompt with this id; KeyError if there is none."""
+        self._by_id = self._by_id or {prompt.prompt_id: prompt for prompt in self._prompts}
+        return self._by_id[prompt_id]
 
     def digests(self) -> dict[str, list[Any]]:
         """By name of the source: number of prompts, and a hash of their ids and texts."""
@@ -180,6 +190,13 @@ class Mixture:
         prompt = source.next()
         self._due = self._next_due()
         return prompt
+
+    def named(self, prompt_id: str) -> Prompt:
+        """The prompt with this id, whichever source it is of; KeyError if there is none."""
+        for source in self._sources:
+            with suppress(KeyError):
+                return source.named(prompt_id)
+        raise KeyError(prompt_id)
 
     def digests(self) -> dict[str, list[Any]]:
         """By name of the source: number of prompts, and a hash of their ids and texts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,12 @@ class SimulatedSender:
         publish_s, takes_s = self._clock.real(settings.publish_s), self._clock.real(takes_s)
         self._under_way = Sent(version, settings.model_bytes, publish_s, takes_s)
 
+    def hold(self, version: int, tensors: Mapping[str, Any]) -> None:
+        raise NotImplementedError("a simulated broadcast cannot be torn")
+
+    def regroup(self, members: Sequence[int], generation: int) -> None:
+        raise NotImplementedError("a simulated broadcast has no group")
+
     def poll(self) -> bool:
         if self._under_way is not None and self._clock.now() >= self._leaves_s:
             self.last, self._under_way = self._under_way, None
@@ -75,6 +81,9 @@ class SimulatedReceiver:
         if self._arriving is not None:
             raise ValueError(f"version {self._arriving[0]} is still arriving, cannot begin version {version}")
         self._arriving = (version, self._clock.now() + self._takes_s)
+
+    def regroup(self, members: Sequence[int], generation: int) -> None:
+        raise NotImplementedError("a simulated broadcast has no group")
 
     def poll(self) -> Nothing | None:
         if self._arriving is None or self._clock.now() < self._arriving[1]:

@@ -116,8 +116,9 @@ def test_a_lost_host(place, cluster):
 @pytest.mark.fault("rank killed in a job", row=1)
 @pytest.mark.parametrize("rank", [pytest.param(1, id="trainer", marks=pytest.mark.slow), pytest.param(2, id="rollout")])
 def test_a_killed_rank(place, cluster, rank):
-    """The whole step ends at once; the job puts itself back into the queue and goes on from the checkpoint."""
-    job = submit(simulated(place), LONG)
+    """One that the run cannot do without: the whole step ends at once; the job puts itself back into the queue and goes
+    on from the checkpoint."""
+    job = submit(simulated(place), LONG | ({"survive.lost_rollouts": 0.0} if rank == 2 else {}))
     wait_until(lambda: version(job) >= 5, 60, "the fifth step")
     row = RunLog(job.run_dir).ranks.set_index("rank").loc[rank]
     cluster.on(row.host, ["kill", "-9", row.pid])

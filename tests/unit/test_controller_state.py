@@ -21,8 +21,12 @@ from areal_hpc.controller_state import (
     GroupDone,
     GroupRefusedByRank,
     Leave,
+    RankLost,
+    Readmit,
+    Recall,
     Restore,
     Rules,
+    SamplesHere,
     Start,
 )
 
@@ -262,6 +266,66 @@ def test_waiting_for_counts_the_empty_places():
     assert state.waiting_for().startswith("version 0: 1 of 2 groups ready (1 of them filtered), 1 running")
 
 
+# --------------------------------------------------------------------------------------------------- lost ranks
+def test_running_and_ready_groups_of_a_lost_rank_are_generated_anew_under_their_ids():
+    state, out = started({5: 8, 6: 8}, max_staleness=1)
+    assert [(i.group_id, i.rank) for i in out] == [(0, 5), (1, 6), (2, 5), (3, 6)]
+    done(state, 3)
+    assert state.handle(RankLost(6)) == []  # 1 was running, 3 ready; rank 5 has no room
+    assert (state.num_lost, state.anew, state.counted) == (2, {1, 3}, 4)
+    done(state, 0)
+    assert state.handle(CreditsGranted(5, 4)) == [Readmit(1, 5, 0)]
+    assert state.handle(CreditsGranted(5, 4)) == [Readmit(3, 5, 0)]
+    assert state.handle(CreditsGranted(5, 100)) == []  # the count stands where it stood
+    done(state, 2)
+    assert state.taken == [{0: 5, 2: 5}]
+
+
+def test_a_batch_whose_samples_are_lost_is_recalled_and_composed_of_what_is_there():
+    state, _ = started({5: 8, 6: 8}, max_staleness=1)
+    assert done(state, 1) == [] and done(state, 0) == [Compose(1, (0, 1))]
+    assert done(state, 2) == []
+    assert state.handle(RankLost(6)) == [Recall(1), Compose(1, (0, 2))]
+    assert list(state.backlog) == [1, 3]
+    assert state.snapshot()["group_ids"] == [0, 1, 2, 3] and state.snapshot()["step"] == 0
+
+
+def test_a_batch_that_is_with_the_trainers_goes_on():
+    state, _ = started({5: 8, 6: 8}, max_staleness=1)
+    done(state, 1)
+    done(state, 0)
+    assert state.handle(SamplesHere(1)) == []
+    assert state.handle(RankLost(6)) == [] and list(state.backlog) == [3]
+    assert state.handle(BatchTrained(skipped=False)) == [Announce(1)]
+    assert state.handle(CreditsGranted(5, 8)) == [Readmit(3, 5, 1), Admit(4, 5, 1)]
+
+
+def test_batches_after_a_recalled_one_come_back_too_because_steps_are_trained_in_order():
+    state, _ = started({5: 8, 6: 4, 7: 4}, max_staleness=1)
+    owner = dict(state.running)
+    victim = owner[0]
+    for group_id in (0, 1):
+        done(state, group_id)
+    for group_id in (2, 3):
+        done(state, group_id)
+    state.handle(SamplesHere(2))
+    assert [len(state.taken), state.composed] == [2, 2]
+    out = state.handle(RankLost(victim))
+    assert out[0] == Recall(1) and 2 not in state.complete
+    alive = [g for g, rank in owner.items() if rank != victim]
+    assert out[1:] == [Compose(1, tuple(alive[:2]))]
+
+
+def test_groups_of_an_earlier_attempt_are_restored_and_lost_ones_generated_anew():
+    rules = Rules(batch_size=2, group_size=4, steps=100, max_staleness=1)
+    saved = {"step": 7, "version": 7, "next_id": 30, "prompts_used": 30, "left": {}, "group_ids": [27, 28, 29]}
+    state = ControllerState.resume(rules, saved, validate=True)
+    state.handle(CreditsGranted(5, 4))
+    assert state.handle(Start()) == [Restore(27, 5)]
+    state.handle(RankLost(5))
+    assert state.handle(CreditsGranted(6, 12)) == [Readmit(27, 6, 7), Restore(28, 6), Restore(29, 6)]
+
+
 # --------------------------------------------------------------------------------------------- random schedules
 @settings(max_examples=150, deadline=None)
 @given(
@@ -269,14 +333,14 @@ def test_waiting_for_counts_the_empty_places():
     batch_size=st.integers(1, 5),
     eta=st.sampled_from([0, 1, 4, math.inf]),
     order=st.sampled_from(["admission", "strict"]),
-    ranks=st.integers(1, 3),
+    ranks=st.integers(1, 4),
     steps=st.integers(1, 6),
     cap=st.sampled_from([None, 1, 3]),
     refill=st.booleans(),
 )
 def test_any_schedule_ends_within_the_bound(data, batch_size, eta, order, ranks, steps, cap, refill):
-    """Random completion order, rejections, skips and ends of attempts: no deadlock, no group trained twice or lost, and
-    the staleness bound holds.
+    """Random completion order, rejections, skips, ends of attempts and lost ranks: no deadlock, no group trained twice
+    or lost, and the staleness bound holds.
 
     A group's first token comes from a version of at least its min_version, so lag <= consumption version - min_version.
     """
@@ -293,6 +357,11 @@ def test_any_schedule_ends_within_the_bound(data, batch_size, eta, order, ranks,
             if isinstance(instruction, Admit):
                 admissions += 1
                 floor[instruction.group_id] = instruction.min_version
+            elif isinstance(instruction, Readmit):
+                assert floor[instruction.group_id] <= instruction.min_version  # fresher, and the same prompt
+            elif isinstance(instruction, Recall):
+                del training[instruction.step - 1 - state.trained_step :]
+                assert len(training) <= len(state.taken)
             elif isinstance(instruction, Compose):
                 training.append(instruction)
 
@@ -311,7 +380,20 @@ def test_any_schedule_ends_within_the_bound(data, batch_size, eta, order, ranks,
             assert set(state.backlog) == unseen and state.rejected == held
             begin()
             continue
-        choices = sorted(state.running) + (["train"] if training else [])
+        alive = sorted(state.credits.free)
+        if len(alive) > 1 and data.draw(st.integers(0, 15)) == 0:
+            before = {*state.outstanding(), *state.backlog}
+            take(state.handle(RankLost(data.draw(st.sampled_from(alive)))))
+            assert before <= {*state.outstanding(), *state.backlog}
+            continue
+        incomplete = [b.step for b in training if b.step not in state.complete]
+        if incomplete and data.draw(st.booleans()):
+            take(state.handle(SamplesHere(data.draw(st.sampled_from(incomplete)))))
+            continue
+        choices = sorted(state.running) + (["train"] if training and training[0].step in state.complete else [])
+        if not choices and incomplete:
+            take(state.handle(SamplesHere(incomplete[0])))
+            continue
         assert choices, f"deadlock: {state.waiting_for()}"
         choice = data.draw(st.sampled_from(choices))
         if choice == "train":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,15 +110,16 @@ def test_het_script():
         "--nodes=6", "--ntasks=48", "--cpus-per-task=6", "--gpus-per-node=8", "--exclusive", "--signal=USR2@120"
     ]  # fmt: skip
     trainer, rollout = srun(script(c))
-    assert trainer[:6] == [
+    assert trainer[:7] == [
         "srun",
         "--mpi=pmi2",
-        "--kill-on-bad-exit=1",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
         "--het-group=0",
         "--ntasks=17",
         "--cpus-per-task=6",
     ]
-    assert trainer[6:] == ["$PYTHON", "-m", "areal_hpc.rank", "$ATTEMPT_DIR", "--component", "trainer"]
+    assert trainer[7:] == ["$PYTHON", "-m", "areal_hpc.rank", "$ATTEMPT_DIR", "--component", "trainer"]
     assert rollout[:3] == ["--het-group=1", "--ntasks=48", "--cpus-per-task=6"] and rollout[-1] == "rollout"
 
 
@@ -133,7 +136,8 @@ def test_one_allocation_with_steps():
 def test_one_allocation_over_pmi2_is_one_plain_step_with_the_same_layout(tmp_path):
     c = paper_shape(16, 44, shape="steps")
     (step,) = srun(script(c))
-    assert step[3:6] == ["--distribution=arbitrary", "--ntasks=61", "--cpus-per-task=6"]
+    assert step[2:5] == ["--kill-on-bad-exit=0", "--wait=0", "--no-kill"]
+    assert step[5:8] == ["--distribution=arbitrary", "--ntasks=61", "--cpus-per-task=6"]
     assert step[-4:] == ["$PYTHON", "-m", "areal_hpc.rank", "$ATTEMPT_DIR"]
     text = script(c)
     layout = text[text.index("export SLURM_HOSTFILE") : text.index("\nsrun ")]
@@ -184,6 +188,33 @@ def test_a_job_goes_on_after_walltime_and_lost_ranks_and_after_nothing_else(code
 def test_a_run_that_does_not_resume_is_not_requeued():
     text = script(config(checkpoint={"resume": False}))
     assert "requeue" not in text and "--signal" not in text and text.rstrip().endswith("--component rollout")
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "mpi", "share", "survives"),
+    [(4, "pmi2", 0.5, True), (1, "pmi2", 0.5, False), (4, "pmi2", 0.0, False), (4, "pmix", 0.5, False)],
+)
+@pytest.mark.parametrize("shape", ["het", "steps"])
+def test_deaths_are_survived_only_where_mpi_lets_the_others_live(rollouts, mpi, share, survives, shape):
+    c = config(rollout={"ranks": rollouts}, survive={"lost_rollouts": share}, slurm={"mpi": mpi, "shape": shape})
+    text = script(c)
+    assert ("export" in text and "AREAL_HPC_SURVIVE=1" in text) == survives
+    assert f"--kill-on-bad-exit={int(not survives)} " in text and ("--wait=0" in text) == survives
+    assert text.count("--no-kill") == (2 if survives and shape == "steps" else 0)  # of sbatch, and of srun
+
+
+@pytest.mark.parametrize(("left", "srun_code", "code"), [(0, 137, 0), (75, 0, 75), (None, 137, 137), (None, 0, 0)])
+def test_the_attempt_knows_better_than_srun_how_it_ended(left, srun_code, code, tmp_path):
+    """The end of the script, run by a shell, with the word that the attempt has left behind."""
+    if left is not None:
+        (tmp_path / "end.json").write_text(json.dumps({"exit_code": left}))
+    text = script(config())
+    fakes = f'srun() {{ return {srun_code}; }}\nscontrol() {{ echo "$@"; }}\n'
+    fakes += f"PYTHON={sys.executable} ATTEMPT_DIR={tmp_path} SLURM_JOB_ID=77\nset -euo pipefail\n"
+    done = subprocess.run(["bash", "-c", fakes + text[text.index("\ncode=0") :]], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ("" if code == 0 else "requeue 77\n")
+    assert ("srun ended with code" in done.stderr) == (left is not None)
 
 
 @pytest.mark.parametrize("word", ["hetjob", "packjob"])

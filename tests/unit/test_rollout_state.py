@@ -30,13 +30,8 @@ from areal_hpc.messages import (
     DropGroups,
     GroupFinished,
     GroupRefused,
-    GroupsRestored,
-    GroupsSaved,
     LoadWeights,
-    RestoreGroups,
     Samples,
-    SaveFailed,
-    SaveGroups,
     ShipSamples,
     Stop,
     Trained,
@@ -45,6 +40,7 @@ from areal_hpc.preflight import RunClock
 from areal_hpc.rewards import RewardResult
 from areal_hpc.rollout import Rollout
 from areal_hpc.rollout_state import BadGroups, Group, SavedGroup, pack_groups, snapshot, unpack_groups
+from areal_hpc.saving_messages import GroupsRestored, GroupsSaved, RestoreGroups, SaveFailed, SaveGroups
 from areal_hpc.seeds import sample_seed
 from areal_hpc.simulation.clock import Clock
 from areal_hpc.simulation.engine import SimulatedEngine, response_length
@@ -389,6 +385,7 @@ class Rank:
             poll=lambda: self.inbox.pop(0) if self.inbox else None,
             post=lambda rank, message, arrays=None: self.posted.append((rank, message, arrays)),
             check=SimpleNamespace(duplicates=0, stale=0),
+            whole=True,
         )
         self.engine = SimulatedEngine(VALUES, clock, num_slots=6, max_len=100)
         compute = RolloutCompute(

@@ -12,17 +12,17 @@ PACKAGE = Path(__file__).parents[2] / "areal_hpc"
 # One line per floor, lowest first; a folder stands for all of its files. A file imports from lower floors, or from
 # its own, but roles never from each other.
 FLOORS = [
-    """__init__ exits config trajectory codec messages staleness
+    """__init__ exits config trajectory codec messages saving_messages survival_messages staleness
     logcodes logschema activity seeds waiting signals shipment faults compute slurmfacts placement
     jobspec batchscript slurmrules slurmstate estimates""",
-    "packing advantages losses models sampling instructions controller_state learner buckets",
-    """comm mpi_start warm_blocks process_group weights runlog runlog_writer data rewards rundir
+    "packing advantages losses models sampling instructions credits controller_state learner buckets",
+    """comm parcels lifelines mpi_start warm_blocks process_group weights runlog runlog_writer data rewards rundir
     engines
     checkpoint checkpoint_files ownership attempts preflight reporting rollout_state group_files bookkeeping
     answers scorecard heldout evaluation examiner figuresview
-    progress simulation backends hetjob desk saver resuming workflows sandbox verifiers""",
+    progress simulation backends hetjob desk casualties endings saver resuming workflows sandbox verifiers""",
     "controller evaluator trainer rollout reward_rank",
-    "rank evaluate attempt launch liveview check export submission sweep cli demo bench doctor",
+    "rank evaluate attempt verdict launch liveview check export submission sweep cli demo bench doctor",
 ]
 ROLES = {"controller", "evaluator", "trainer", "rollout", "reward_rank"}
 ROOMS = {

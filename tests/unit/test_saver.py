@@ -9,15 +9,17 @@ import pytest
 from areal_hpc.checkpoint import Checkpoints, read_json, write_arrays
 from areal_hpc.config import Config
 from areal_hpc.exits import Exit, RunError
-from areal_hpc.messages import GroupsSaved, SaveFailed, SaveGroups, SaveTrainer, TrainerSaved
+from areal_hpc.group_files import read_groups
+from areal_hpc.messages import AdmitGroup
 from areal_hpc.saver import Saver, groups_file
+from areal_hpc.saving_messages import GroupsSaved, SaveFailed, SaveGroups, SaveTrainer, TrainerSaved
 
 STATE = {"version": 3, "groups": [(7, "p7", "groups_0002.safetensors")], "waiting": []}
 FACTS = {"step": 3, "version": 3, "config": {}}
 
 
 class World:
-    attempt = 2
+    rank, attempt = 0, 2
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, object]] = []
@@ -167,3 +169,52 @@ def test_an_attempt_that_was_replaced_does_not_publish(bench):
     with pytest.raises(RunError, match="another attempt has taken over"):
         bench.rollouts_write(3)
     assert bench.checkpoints.newest() is None
+
+
+# --------------------------------------------------------------------------------------------------- lost ranks
+def header(group_id: int) -> AdmitGroup:
+    return AdmitGroup(group_id, f"p{group_id}", "1+1=", {"answer": "2"}, 4, 3)
+
+
+def test_groups_that_are_lost_are_in_the_checkpoint_with_what_they_are_generated_from(bench):
+    bench.clock += 10
+    path = bench.saver.order(3)
+    bench.saver.lose(3)
+    bench.trainer_writes(3)
+    bench.saver.cut(3, STATE | {"anew": [header(8), header(9)]}, FACTS)
+    assert [rank for rank, _ in bench.world.sent] == [2]  # nobody waits for rank 3
+    record = write_arrays(Path(path) / groups_file(2), {})
+    bench.saver.part(2, GroupsSaved(3, record.name, record.num_bytes, record.sha256, 1, 0, 0.0, 0.0))
+    found = bench.checkpoints.newest()
+    groups = read_json(found.path / "controller.json")["groups"]
+    assert groups == [[7, "p7", groups_file(2)], [8, "p8", groups_file(0)], [9, "p9", groups_file(0)]]
+    restored = read_groups(found.path / groups_file(0), [8, 9])
+    assert [group.header for group in restored] == [header(8), header(9)]
+    assert all(group.state(sample) == 0 for group in restored for sample in range(4))  # not begun
+
+
+def test_a_checkpoint_that_waits_for_a_lost_rank_is_none_and_the_next_one_is_due_at_once(bench):
+    bench.clock += 10
+    path = bench.saver.order(3)
+    bench.trainer_writes(3)
+    bench.saver.cut(3, STATE, FACTS)
+    bench.saver.lose(2)
+    assert bench.saver.pending is None and not Path(path).exists() and bench.saver.num_failed == 0
+    assert bench.events[-1] == ("checkpoint_given_up", "step 3: rank 2 is lost, and its groups with it")
+    assert bench.saver.order(4)
+
+
+def test_a_checkpoint_that_has_the_part_of_a_lost_rank_is_whole(bench):
+    bench.clock += 10
+    bench.saver.order(3)
+    bench.saver.cut(3, STATE, FACTS)
+    bench.rollouts_write(3)
+    bench.saver.lose(2)
+    bench.trainer_writes(3)
+    assert bench.checkpoints.newest().step == 3
+
+
+def test_a_recalled_step_keeps_its_checkpoint(bench):
+    bench.clock += 10
+    path = bench.saver.order(3)
+    assert bench.saver.order(3) == path and bench.saver.order(4) == ""

@@ -23,20 +23,11 @@ from areal_hpc.engines.base import Completion, Request
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.group_files import read_groups
 from areal_hpc.logschema import Outcome
-from areal_hpc.messages import (
-    AdmitGroup,
-    Credits,
-    DropGroups,
-    Event,
-    GroupFinished,
-    GroupsRestored,
-    GroupsSaved,
-    RestoreGroups,
-    SaveGroups,
-)
+from areal_hpc.messages import AdmitGroup, Credits, DropGroups, Event, GroupFinished
 from areal_hpc.preflight import RunClock
 from areal_hpc.rewards import RewardResult
 from areal_hpc.rollout import Rollout
+from areal_hpc.saving_messages import GroupsRestored, GroupsSaved, RestoreGroups, SaveGroups
 from areal_hpc.workflows import ToolTimeout
 from areal_hpc.workflows import episode as episode_module
 from areal_hpc.workflows.api import Generate, Prompt, Run
