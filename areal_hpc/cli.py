@@ -18,7 +18,7 @@ COMMANDS = {
     "doctor": ("areal_hpc.doctor.command", "tell whether a Slurm allocation can carry a run"),
     "export": ("areal_hpc.export", "make a model directory of a checkpoint"),
     "check": ("areal_hpc.check", "check a configuration and explain every field"),
-    "bench": ("areal_hpc.bench.menu", "measure this machine: wire, weights, engine, packing, log"),
+    "bench": ("areal_hpc.bench.menu", "measure this machine: wire, weights, engine, packing, log, verifier, sandbox"),
 }
 
 
