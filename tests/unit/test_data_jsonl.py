@@ -186,7 +186,7 @@ def test_all_bad_lines_are_counted_and_20_are_shown(path: Path, num_bad: int, sh
 
 
 # -------------------------------------------------------------------------------------------------- bad files
-@pytest.mark.parametrize("content", [b"", b"\n\r\n  \n", b"\xef\xbb\xbf", gzip.compress(b"")])
+@pytest.mark.parametrize("content", [b"", b"\n\r\n  \n", b"\xef\xbb\xbf", gzip.compress(b"", mtime=0)])
 def test_a_file_without_a_prompt(path: Path, content: bytes) -> None:
     assert problems(path, content) == [" the file holds no prompt"]
 

@@ -14,10 +14,9 @@ import time
 from pathlib import Path
 
 import pytest
-from areal_hpc.reward_worker import RewardError
 
 from areal_hpc.bench import menu
-from areal_hpc.rewards import RewardService
+from areal_hpc.rewards import RewardError, RewardService
 from areal_hpc.sandbox import isolation, kernel, nursery
 from areal_hpc.sandbox.box import MODES, Ended, Sandbox
 from areal_hpc.sandbox.languages import LANGUAGES

@@ -368,7 +368,7 @@ def test_the_lock_of_another_host_counts(place):
         pass
 
 
-@pytest.mark.parametrize(("pid", "free"), [(os.getpid(), False), (2**22 + 1, True)])
+@pytest.mark.parametrize(("pid", "free"), [(os.getpid(), False), (2**22 + 1, True)], ids=["alive", "gone"])
 def test_where_the_file_system_has_no_locks_the_process_counts(place, monkeypatch, pid, free):
     def no_locks(*_):
         raise OSError(38, "Function not implemented")
