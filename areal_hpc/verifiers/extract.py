@@ -18,11 +18,30 @@ _GLUE = re.compile(
     r"(?:[\s$,;.*&~]|\\[,;: ()\[\]]|\\q?quad|\\text ?\{ ?(?:and|or) ?\}|\band\b|\bor\b|\b[a-zA-Z](?:_\{?\w\}?)?\s*=)*"
 )
 _JOINED = re.compile(r"\band\b|\bor\b|,|;|=")
-_DENIED_BEFORE = re.compile(r"(?:\bnot|n't|\bnever|\\neq?|≠)(?: be| equal(?: to)?)?:?[\s$(\\\[]*$", re.IGNORECASE)
+_DENIED_BEFORE = re.compile(
+    r"(?:(?:\bnot|n't|\bnever|\\neq?|≠)(?: be| equal(?: to)?)?|\brul(?:e|es|ed|ing) out|\breject(?:s|ed|ing)?"
+    r"|\bexclud(?:e|es|ed|ing)|\b(?:instead of|(?:other|rather) than|different from|(?:anything|all) but))"
+    r":?[\s$(\\\[]*$",
+    re.IGNORECASE,
+)
+_WRONG = (
+    r"(?:(?:(?:is|was|are|would be|looks|seems|must be)(?! not\b)(?: \w+)?|'s) (?:an? )?"
+    r"(?:wrong|incorrect|false|impossible|invalid|mistaken|mistake|error|too (?:large|small|big|many|few))\b"
+    r"|(?:(?:(?:is|was|are|would|could|may|must)(?: ?not|n't)|can ?not|can't|'s not)(?: be)?"
+    r" (?:the |our |my |an? )?(?:\w+ )?(?:answer|solution|result|right|correct|valid|possible|true|it)\b"
+    r"(?! to\b| that\b))"
+    r"|(?:does|do)(?: ?not|n't) (?:work|hold|fit|satisfy|check out)\b|fails?\b)"
+)
+"""What is said of an answer to deny it, without the subject."""
+_DENIED_AFTER = re.compile(  # in the sentence of the box
+    rf"[\s$)\]\\*,]*{_WRONG}|.{{0,80}}(?:\b(?:but|however),? |- )(?:no, )?(?:that|this|it) ?{_WRONG}",
+    re.IGNORECASE,
+)
 _DISPLAY = re.compile(r"\\\[.*?\\\]|\$\$.*?\$\$|\\begin\{(\w+\*?)\}.*?\\end\{\1\}", re.DOTALL)
 _SENTENCE_END = re.compile(r"\n+|(?<=[.!?])(?<!\\!)(?<!\b[A-Za-z]\.)(?<!\.\.)\s+|(?<=[!?])$")
 _CUE = re.compile(
-    r"(?:final|correct|my|our|the)?\s*\b(?:answers?|results?|solutions?)\b(?:\s+(?:to|of|for|here|then|therefore)\b[^:=]{0,80}?)?"
+    r"(?:final|correct|my|our|the)?\s*\b(?:answers?|results?|solutions?|(?:correct|right|best) (?:option|choice))\b"
+    r"(?:\s+(?:to|of|for|here|then|therefore)\b[^:=]{0,80}?)?"
     r"[*_\s]*(?P<verb>:|=|\b(?:is|are|was|equals|comes to|will be|would be|must be|should be|becomes)\b(?:\s*:)?"
     r"|\b(?:isn't|aren't|wasn't|cannot be|can't be|won't be|is not|are not|was not)\b)[*_\s]*(?P<value>.*)",
     re.IGNORECASE | re.DOTALL,
@@ -32,7 +51,8 @@ _BACKWARDS = re.compile(
     re.IGNORECASE,
 )
 _NEGATED_PREFIX = re.compile(
-    r"\b(?:no|nobody|none|nothing|if|suppose|assume|assuming|unless|whether|doubt|deny|claims?|guess(?:es|ed)?)\b",
+    r"\b(?:no|nobody|none|nothing|if|suppose|assume|assuming|unless|whether|doubt|deny|claims?|guess(?:es|ed)?)\b"
+    r"|\b(?:previous|earlier|old|initial|naive|first|tempting|other)\s*$",
     re.IGNORECASE,
 )
 _IDIOMS = re.compile(
@@ -57,17 +77,37 @@ _INSTEAD = re.compile(
     r"\b(?:but|rather|instead|it is|it's)\b(?:\s+(?:rather|it is|is))?\s+(?P<value>[^,;]*\S)\s*$", re.IGNORECASE
 )
 _RETRACTED = re.compile(
-    r"\b(?:that|this|it)(?:'s| is| was| can(?:not|'t) be| is(?:n't| not))\s+(?:not\s+)?"
-    r"(?:wrong|incorrect|right|correct|a mistake|mistaken)\b"
-    r"|\bi made (?:a|an) (?:mistake|error)|\bwait,|\bscratch that|\bignore that",
+    rf"\b(?:that|this|it) ?{_WRONG}|\bi made (?:a|an) (?:mistake|error)\b(?! check)"
+    r"|\bwait,|\bscratch that|\bignore that|\bcorrection:|\bno, (?:this|that|it)\b",
     re.IGNORECASE,
 )
+_GIVEN_UP = re.compile(
+    r"\b(?:(?:do|does|did|can|could|will)(?: ?not|n't)|can't|unable to|impossible to|fail(?:ed)? to|no way to)\b"
+    r"(?: \w+){0,2}? (?:know|find|determine|solve|compute|answer|figure|tell)\b"
+    r"(?=\W*$|(?: out)? (?:how|what|it|this|that"
+    r"|(?:the|this|an?) (?:\w+ )?(?:answer|solution|result|problem|question|value))\b)"
+    r"|\bi (?:do not|don't) know\b|\b(?:i have )?no idea\b|\bi give up\b|\b(?:answer|result|solution) depends\b",
+    re.IGNORECASE,
+)
+_APPLIED = re.compile(  # words that make another value of the number behind them
+    r"\b(?:(?:hal(?:f|ves)|thirds?|fourths?|quarters?|fifths?|sixths?|eighths?|tenths?|roots?|multiples?|factors?"
+    r"|divisors?|powers?|reciprocal|inverse|opposite|logarithm|remainder|digits?|complement|parts?|fraction|percent"
+    r"|percentage|the (?:sum|product|difference|square|cube|factorial)) of|% of|twice|thrice|double|triple|half|times"
+    r"|plus|nearly|almost|(?:divisible|divided|multiplied) by|at (?:least|most)|below|above|under|up to|mod|modulo)"
+    r"[\s$(\\\[*]*$",
+    re.IGNORECASE,
+)
+_SIGN_WORD = re.compile(r"(?<![\d$)}\w] )\b(?:minus|negative) +(\$?)(?=[\d.\\$])", re.IGNORECASE)
+_CASES = re.compile(
+    r"\b(?:if|when|unless|otherwise)\b.*\b(?:if|when|unless|otherwise)\b|\b(?:maybe|perhaps|possibly)\b", re.I
+)
+_ASIDE = re.compile(r", (?:which is|since|because)\b.*$", re.IGNORECASE | re.DOTALL)
 _CONFIRMED = re.compile(r"\b(?:is|was|'s)\s+(?:right|correct)\b", re.IGNORECASE)
 _POLITE = re.compile(r"hope|let me know|feel free|happy to|q\.?e\.?d|^\W*$|therefore,?$|thank", re.IGNORECASE)
 _CUT = re.compile(
     r"[\s,;(]+(?:not|because|since|which|where|whereas|when|if|instead|rather|but|so|as|assuming|rounded|and not"
     r"|i (?:hope|think|believe))\b.*"
-    r"|\s+\((?=[^()]*[a-z]{2,} [a-z]{2,})[^()\\]*\)$|\s+\([a-z]{3,}\)\.?$",
+    r"|\s+\((?=[^()]*[a-z]{2,} [a-z]{2,})[^()\\]*\)$|\s+\([a-z]{3,}(?:-[a-z]+)*\)\.?$",
     re.IGNORECASE | re.DOTALL,
 )
 _MATH = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$((?:\\.|[^$\n\\])+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
@@ -75,7 +115,7 @@ _VALUE = re.compile(
     r"(?:(?<![\w.])[-−+])?\s?[$€£¥₹]?\s?(?:\\frac\{[^{}]*\}\{[^{}]*\}"
     r"|(?:\d[\d,.'’_ ]*)?\.?\d+(?:\s?[eE][+-]?\d+)?"
     r"(?:\s*[/^:]\s*\d+)*(?:\s+\d+/\d+)?)"
-    r"(?:\s?(?:\\?%|°[CF]?|[€£¢]|[a-zA-Z²³]+(?:\s*/\s*[a-zA-Z]+)?(?:\^\d)?))?"
+    r"(?:\s?(?:\\?%|°[CF]?|[€£¢]|(?!(?:is|are|was|of|to|as|by|so|we)\b)[a-zA-Z²³]+(?:\s*/\s*[a-zA-Z]+)?(?:\^\d)?))?"
 )
 _NO_VALUE_WORD = re.compile(r"[a-zA-Z]{3,}|\b(?:is|it|we|he|so|to|of|at|as|by|be|if)\b", re.IGNORECASE)
 _OPENING = re.compile(r"^(?:(?:so|thus|hence|therefore|then|and|now|finally|we (?:get|have))\b[\s,:]*)+", re.IGNORECASE)
@@ -133,7 +173,8 @@ def _box(text: str, start: int) -> tuple[str, int] | None:
     place = opening.end()
     if text[place : place + 1] != "{":
         token = re.compile(r"-?[\w.,/]*\w").match(text, place)
-        return (token[0], token.end()) if token and place > start + 6 else None
+        is_name = text[place - 1].isalpha() and text[place : place + 1].isalpha()  # of another command: \boxedfoo
+        return (token[0], token.end()) if token and not is_name else None
     window = text[place : place + MAX_BOX + 2]
     end = match_brace(window, 0)
     content = window[1:end].strip() if end > 0 else ""
@@ -141,11 +182,17 @@ def _box(text: str, start: int) -> tuple[str, int] | None:
 
 
 def _boxes(text: str, start: int) -> Found | None:
+    tail = text[box[1] :] if (box := _box(text, start)) else ""
     for _ in range(MAX_BOXES):
-        if start < 0 or not _DENIED_BEFORE.search(text[max(0, start - 40) : start]):
+        if start < 0 or not _is_denied(text, start):
             break
         start = _last_box(text, start)
-    last = _box(text, start) if start >= 0 else None
+    else:
+        start = -1
+    if start < 0 or (box and _is_retracted(box[0], tail)):
+        stated = _prose(tail[-_TAIL:], loose=False)
+        return Found(stated) if stated else None
+    last = _box(text, start)
     if last is None:
         return None
     several, joined = [last[0]], False
@@ -160,17 +207,50 @@ def _boxes(text: str, start: int) -> Found | None:
     return Found(last[0], tuple(unique), joined and len(unique) > 1)
 
 
-def _prose(text: str) -> str | None:
+def _is_denied(text: str, start: int) -> bool:
+    """Whether the sentence around the box that starts there says that this is not the answer."""
+    if _DENIED_BEFORE.search(text[max(0, start - 40) : start]):
+        return True
+    box = _box(text, start)
+    sentence = (
+        re.match(r"[\s$)\]\\*,]*\?\s+no\b|[^.!?\n]*", text[box[1] : box[1] + _LONGEST_SENTENCE], re.IGNORECASE)
+        if box
+        else None
+    )
+    return sentence is not None and ("?" in sentence[0] or bool(_DENIED_AFTER.match(sentence[0].replace("’", "'"))))
+
+
+def _is_retracted(answer: str, tail: str) -> bool:
+    """Whether the sentence behind the last box takes the answer back, and nothing later confirms it."""
+    tail = tail.replace("’", "'")
+    opening = re.match(r"[^.!?\n]*[.!?\s$)\]\\*]*", tail[:_LONGEST_SENTENCE])
+    assert opening is not None
+    following = re.match(r"[^.!?\n]*", tail[opening.end() : opening.end() + _LONGEST_SENTENCE])
+    assert following is not None
+    said = re.sub(r"\bwait,\s*", "", following[0], flags=re.IGNORECASE)
+    later = tail[opening.end() + len(following[0]) :]
+    if not _RETRACTED.search(said) or re.match(r"\W*if\b", said, re.IGNORECASE):
+        return False
+    subject = rf"(?:\b(?:it|that|answer|result)|(?<!\w){re.escape(answer)}\W*?)"
+    return not re.search(rf"{subject} ?(?:is|was|'s) (?:indeed |actually |still )?(?:right|correct)\b", later)
+
+
+def _prose(text: str, loose: bool = True) -> str | None:
+    """The answer that prose states; if `loose`, also the value that ends it without being called the answer."""
     if "####" in text:
         line, _, rest = text.rpartition("####")[2].strip().partition("\n")
         if not rest.strip() or not re.search(r"[a-zA-Z]{3,}", line):  # else the heading of a section
             return line.strip() or None
         text = rest
+    if text.rfind("<answer>") > text.rfind("</answer>"):  # cut off
+        return None
     if tagged := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
+        if re.search(r"</answer>\s*(?:or|,)\s*<answer>", text):
+            return ", ".join(tagged)
         text = tagged[-1]
         if not re.search(r"[a-zA-Z]{2,}\s+[a-zA-Z]{2,}", text):
             return text.strip()
-    text = re.sub(r"<<[^<>\n]*>>|<\|[^|<>]{1,30}\|>|</s>", "", text).replace("’", "'")
+    text = re.sub(r"<<[^<>\n]*>>|<\|[^|<>]{1,30}\|>|</s>|\$?\\(?:black)?square\$?", "", text).replace("’", "'")
     text = re.sub(r"\\(?:textbf|textit|emph|underline)\{([^{}]*)\}", r"\1", text)
     text = _DISPLAY.sub(lambda match: match[0].replace("\n", " "), text)
     sentences = [part.strip()[-_LONGEST_SENTENCE:] for part in _SENTENCE_END.split(text) if part and part.strip()]
@@ -185,7 +265,9 @@ def _prose(text: str) -> str | None:
             return stated
         if stated == DENIED:
             sentences[number] = ""
-    return _last_value(sentences)
+        elif _GIVEN_UP.search(sentence):
+            return None
+    return _last_value(sentences) if loose else None
 
 
 def _is_confirmed(sentence: str) -> bool:
@@ -228,7 +310,10 @@ def _stated(sentence: str, following: list[str]) -> str | None:
 def _pick(value: str) -> str | None:
     """The answer itself out of the words behind "the answer is"."""
     value = re.sub(r"(?<![\w)])\*\*|\*\*(?![\w(])", " ", value).strip().rstrip(".").strip("*_")
-    value = _OPENING.sub("", value).strip()
+    value = _SIGN_WORD.sub(r"\1-", _OPENING.sub("", value).strip())
+    first = re.search(r"\\\(|\\\[|[$\d\\]", value)
+    if (first and _APPLIED.search(value[: first.start()])) or _CASES.search(value):
+        return value
     pieces = [next(part for part in match.groups() if part) for match in _MATH.finditer(value)]
     if pieces:
         outside = _MATH.sub(" ", value)
@@ -260,14 +345,20 @@ def _last_value(sentences: list[str]) -> str | None:
         sentence = sentence.strip("*_# ")
         if sentence.endswith("?"):
             continue
-        sentence = _OPENING.sub("", sentence)
+        sentence = _SIGN_WORD.sub(r"\1-", _OPENING.sub("", sentence))
         if _NEGATION.search(_MATH.sub(" ", sentence)):
             return None
-        if pieces := [next(part for part in match.groups() if part) for match in _MATH.finditer(sentence)]:
-            return pieces[-1]
+        sentence = shorter if re.search(r"\d", shorter := _ASIDE.sub("", sentence)) else sentence
+        if formulas := list(_MATH.finditer(sentence)):
+            if _APPLIED.search(sentence[: formulas[-1].start()]):
+                return None
+            if said := re.match(r" (?:is|are|was|equals) (?=.*\d)", sentence[formulas[-1].end() :]):
+                return _pick(sentence[formulas[-1].end() + said.end() :])
+            return next(part for part in formulas[-1].groups() if part)
         if not _NO_VALUE_WORD.search(re.sub(r"\\[a-zA-Z]+", "", sentence)) or sentence.startswith("\\"):
             return sentence
         if found := list(_VALUE.finditer(sentence)):
-            return found[-1][0].strip().rstrip(",.")
+            applied = _APPLIED.search(sentence[: found[-1].start()] + " ")
+            return None if applied else found[-1][0].strip().rstrip(",.")
     whole = sentences[0] if len(sentences) == 1 else ""
     return whole if 0 < len(whole.split()) <= 3 and len(whole) <= 100 else None

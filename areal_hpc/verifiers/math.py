@@ -5,9 +5,10 @@ or LaTeX, without \\boxed. What counts as the answer of a completion:
 
 - only what follows the last </think>; a thought that never ends gives none;
 - the last \\boxed; boxes side by side are several answers where the gold answer is a list. A box that is cut off, or
-  empty, gives none;
+  empty, gives none, and so does one that is denied ("\\boxed{42} is wrong") or taken back in the sentence behind it;
 - without a box what follows the last ####, or the final statement in prose: "the answer is 42", "answer: 42",
-  "42 is the answer", or else the number or formula that ends the last sentence. "The answer is not 42" gives none.
+  "42 is the answer", or else the number or formula that ends the last sentence. "The answer is not 42" gives none,
+  nor does a completion that gives up; "half of 42" is not 42.
 
 When it is correct:
 

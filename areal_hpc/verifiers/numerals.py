@@ -61,6 +61,8 @@ def number(text: str) -> Number | None:
             if text[:1] in ("+", "-"):
                 return None
         elif (text[0], text[-1]) in (("(", ")"), ("{", "}")) and text.count(text[0]) == 1:
+            if text[0] == "(" and "," in text:  # a pair
+                return None
             text = text[1:-1].strip()
         else:
             return None

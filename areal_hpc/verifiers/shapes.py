@@ -33,7 +33,12 @@ _NAME = re.compile(
     r"|\([a-z](?:, ?[a-z])+\)|\|[A-Z]{2}\||\[[A-Z]{3,6}\]|\\frac\{d ?[a-z]\}\{d ?[a-z]\}|\\mathbb\{P\} ?\([^()]*\)"
 )
 _LABEL = re.compile(r"(?=.*[A-Za-z]{3})(?:(?:\\text ?\{[^{}]*\}|[A-Za-z]+(?![A-Za-z])) ?)+(?:\([^()]*\))?:?")
-_CHOICE = re.compile(r"\\text ?\{ ?\(([A-Z])\) ?\}|\(([A-Z])\)|(?:\\text ?\{)?([A-Z])[.):]\}? ")
+_CHOICE = re.compile(
+    r"\\text ?\{ ?\(([A-Z])\)(?: ?\}|(?= ))|\{?\(([A-Z])\)\}?|(?:\\text ?\{)?([A-Z])(?:[.):]\}? |\)\}?$)"
+)
+_OTHER_CHOICE = re.compile(r"\([A-Z]\)|^\W*(?:\\text\W*)?[A-Z]\W*$")
+_OPTION = re.compile(r"(?:\\text ?\{ ?)?(?:option|choice|answer) (?:\\text ?\{ ?)?\(?([A-Z])\)?[ }]*", re.IGNORECASE)
+_NAMES_IN_TEXT = re.compile(r"\\text ?\{ ?([A-Z]\w+(?:(?:, and |, | and )[A-Z]\w+)+) ?\}")
 _EVERYTHING = ("all real numbers", "all reals", "real numbers")
 _NOTHING = ("no solution", "no solutions", "no real solution", "no real solutions", "empty set")
 _WORDY = re.compile(r"[a-zA-Z]{3,}")
@@ -66,13 +71,18 @@ def _read(text: str, letters: frozenset[str], depth: int) -> Value:
     if (found := number(text)) is not None:
         return Value(key, found)
     core, unit, scale = units.split(text, letters)
-    if (unit or scale != 1) and (found := number(core)) is not None:
+    is_counted = unit or scale != 1 or (core != text and units.says_nothing(text[len(core) :]))  # 18 more
+    if is_counted and (found := number(core)) is not None:
         return Value(key, found, unit, scale)
     for reader in (_based, _matrix, _builder, _ratio, _relation, _union, _bracketed, _list, _signs):
         if (value := reader(text, key, letters, depth + 1)) is not None:
             return value
-    if choice := _CHOICE.match(text):
+    if choice := _OPTION.fullmatch(text):
+        return Value(key, Words(choice[1].lower()))
+    if (choice := _CHOICE.match(text)) and not _OTHER_CHOICE.search(text[choice.end() :]):
         return Value(key, Words(next(filter(None, choice.groups())).lower()))
+    if names := _NAMES_IN_TEXT.fullmatch(text):
+        return _read(names[1], letters, depth + 1)
     if _is_words(text):
         words = _clean_words(text)
         if words in _EVERYTHING:
@@ -188,7 +198,7 @@ def _chain(sides: list[str], key: str, letters: frozenset[str], depth: int, roug
         sides = [first, last]
     if _is_name(first) or _LABEL.fullmatch(first):
         value = _read(sides[1] if rough else last, letters, depth)
-        claims = tuple(_read(side, letters, depth) for side in sides[1:] if side not in (last, ""))
+        claims = tuple(_read(side, letters, depth) for side in sides[1:] if side != last and not _is_name(side))
         if rough:
             claims = tuple(_read(side, letters, depth) for side in sides[2:])
         named = _named(first, value, key) if _is_name(first) else value
@@ -338,5 +348,6 @@ def _is_words(text: str) -> bool:
 
 
 def _clean_words(text: str) -> str:
+    text = re.sub(r"\(([A-Z])\)", r" option\1 ", text)  # (A) is no article
     words = re.sub(r"[^a-z' ]+", " ", text.replace(r"\text", " ").lower()).split()
     return " ".join(word for word in words if word not in ("the", "a", "an") or len(words) == 1)

@@ -123,6 +123,8 @@ def tidy(text: str) -> str:
     text = re.sub(r"\b([ap])\.m\b\.?", r"\1m", text)
     text = re.sub(r"(?<!\\)%", r"\\%", text)
     text = _BARE_FUNCTION.sub(r"\\\1", text)
+    text = re.sub(r"\\log ?_ ?(?:e(?![a-zA-Z])|\{e\})", r"\\ln", re.sub(r"\\lg(?![a-zA-Z])", r"\\log_{10}", text))
+    text = re.sub(r"(?<=\d) ?\\Omega(?![a-zA-Z])", r" \\text{ohm}", text)
     text = re.sub(r"(?<![a-zA-Z\\])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty ", text)
     text = _roots(text)
     return re.sub(r" +", " ", unwrap(text))
@@ -186,7 +188,8 @@ def _texts(text: str) -> str:
         if inside.strip() in ("and", "or"):
             out.append(f" {inside.strip()} ")
         elif is_word and not re.search(r"[\\=+<>]", inside):
-            out.append(rf"\text{{{inside}}}")
+            split = re.sub(r" ?\^ ?\{?(-?\d)\}?", r"}^\1\\text{", inside)  # cm^2
+            out.append(rf"\text{{{split}}}".replace(r"\text{}", ""))
         else:
             out.append(inside)
         i = end + 1

@@ -81,6 +81,7 @@ AUD:
 CAD:
 unit: units
 dozen: dozens
+ohm: ohms
 am: a.m
 pm: p.m
 """
@@ -91,8 +92,9 @@ for _line in _SPELLINGS.strip().splitlines():
 _COMPOUND = {"mph": ("mi", "h"), "kph": ("km", "h")}
 CURRENCIES = "$€£¥₹₩₽₱¢"
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-SINGLE_LETTERS = frozenset("mgshltwvajn")
-"""Units of one letter."""
+SINGLE_LETTERS = frozenset("mgshlLJNVWA")
+"""Units of one letter; as capitals where the small letter is rather a variable."""
+_SMALL_LETTERS = frozenset("mgshltwvajn")
 _POWER_WORDS = {"square": 2, "squared": 2, "sq": 2, "cubic": 3, "cubed": 3, "cu": 3}
 _PER = {"per", "/", "a", "an", "each", "every"}
 _FILLERS = re.compile(
@@ -104,7 +106,9 @@ _TRAILER = re.compile(
     r"|[$€£¥₹₩₽₱¢]|\\cdot|[a-zA-Z]+(?![a-zA-Z])\.?|'|-|,| )+$"
 )
 _NO_UNIT = re.compile(
-    r"\b(?:not|wrong|incorrect|false|never|or|nor|than|least|most|between|except)\b|n't", re.IGNORECASE
+    r"\b(?:not|wrong|incorrect|false|never|or|nor|than|least|most|between|except|factorial|plus|minus"
+    r"|halves|thirds|fourths|fifths|sixths|sevenths|eighths|ninths|(?:ten|hundred|thousand|million)ths?)\b|n't",
+    re.IGNORECASE,
 )
 _START = re.compile(r"[ ]?(?:\\text ?\{|\\%|‰|\^\\circ|[$€£¥₹₩₽₱¢]|[a-zA-Z]|-(?=[a-zA-Z]))")
 _LEAD = re.compile(
@@ -189,7 +193,7 @@ def unit_of(words: str) -> tuple[Unit, int]:
                 into[-1] += f"^{_POWER_WORDS[word]}"
         elif word in _PER and (main or nouns):
             into, seen_per = per, True
-        elif word in ("in", *SINGLE_LETTERS) and (into or nouns) and not seen_per and not (token == "in" and power > 1):
+        elif word in ("in", *_SMALL_LETTERS) and (into or nouns) and not seen_per and not (token == "in" and power > 1):
             continue
         elif word in ("c", "f") and into and into[-1] == "deg":
             into[-1] = "deg" + word.upper()
@@ -204,6 +208,11 @@ def unit_of(words: str) -> tuple[Unit, int]:
     if main == ["deg", "degC"] or main == ["deg", "degF"]:
         main = main[1:]
     return Unit(tuple(main[:3]), tuple(per[:2]), frozenset(nouns)), scale
+
+
+def says_nothing(words: str) -> bool:
+    """Whether no word names a unit or makes another value of the number before it."""
+    return all(_FILLERS.fullmatch(word) for word in re.findall(r"[a-z]+", words.replace(r"\text", "").lower()))
 
 
 def split(text: str, letters: frozenset[str] = frozenset()) -> tuple[str, Unit, int]:
@@ -237,14 +246,15 @@ def _is_unit(core: str, words: str, letters: frozenset[str]) -> bool:
     if "^\\circ" in words and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", core):
         return False
     if words.lstrip().startswith(("\\text", "\\%", "‰", "^\\circ", *CURRENCIES)):
-        return re.search(r"[\w}]", core) is not None
+        bare = re.sub(r"\\text ?\{[^{}]*\}|\^\\circ ?[CF]?(?![a-zA-Z])|/ ?[a-zA-Z]+", " ", words)
+        return re.search(r"[\w}]", core) is not None and not re.search(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])", bare)
     if re.search(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", core)) or not re.search(r"[\d})]\s*$|\\pi ?$", core):
         return False
     spaced = words[0] in " -" or core.endswith(" ")
     bare = re.sub(r"\\text ?\{[^{}]*\}", " ", words)
     for i, word in enumerate(re.findall(r"(?<!\\)\b[a-zA-Z]+", bare)):
-        if len(word) == 1 and not (word.lower() in letters or (i > 0 and word in "aCF")):
-            if not (i > 0 and word.lower() in SINGLE_LETTERS and "/" in bare):
+        if len(word) == 1 and not (word in letters or (i > 0 and word in "aCF")):
+            if not (i > 0 and word.lower() in _SMALL_LETTERS and "/" in bare):
                 return False
         elif (
             word.lower() not in _UNITS

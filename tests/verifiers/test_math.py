@@ -24,7 +24,18 @@ from areal_hpc.verifiers.math import LIMIT_S, reward
 from areal_hpc.verifiers.numerals import number, terminates
 from areal_hpc.verifiers.tidy import tidy
 from tests.verifiers.math_cases import BOXED, COMPLETIONS
+from tests.verifiers.math_cases_formulas import BOXED_FORMULAS
+from tests.verifiers.math_cases_numbers import BOXED_NUMBERS
+from tests.verifiers.math_cases_prose import MORE_COMPLETIONS
 
+TABLES = [
+    (BOXED, "Therefore it is $\\boxed{%s}$."),
+    (BOXED_NUMBERS, "We find $\\boxed{%s}$."),
+    (BOXED_FORMULAS, "This is\n\\[\\boxed{%s}\\]"),
+    (COMPLETIONS, "%s"),
+    (MORE_COMPLETIONS, "%s"),
+]
+"""Cases by kind, and the completion around each answer."""
 FUNCTION = "areal_hpc.verifiers.math:reward"
 HANGS = [
     "\\boxed{9^{9^{9^9}}}",
@@ -39,6 +50,9 @@ HANGS = [
     "7 " * 500_000,
     "The answer is " + "is " * 300_000,
     "the answer is " * 70_000,
+    "\\boxed{7} is wrong. " * 10_000,
+    "minus " * 100_000 + "7",
+    "I can't find a " * 50_000,
     "\\boxed{" + "(x+1)^{99}" * 90 + "}",
     "\\boxed{\\sum_{k=1}^{10^{15}} \\frac{1}{k}}",
     "\\boxed{\\int_0^{1} e^{e^{e^{x}}} \\sin(x^x) dx}",
@@ -57,7 +71,7 @@ class Verdict(NamedTuple):
 def verdicts() -> dict[str, list[Verdict]]:
     """The whole table, scored once."""
     found: dict[str, list[Verdict]] = {}
-    for table, form in ((BOXED, "Therefore it is $\\boxed{%s}$."), (COMPLETIONS, "%s")):
+    for table, form in TABLES:
         for kind, cases in table.items():
             for gold, answer, expected in cases:
                 started = time.monotonic()
@@ -75,7 +89,7 @@ def test_the_table_is_large_and_free_of_false_positives(verdicts):
     assert len(mistakes) <= 0.01 * len(cases), [(v.gold[:60], v.completion[:60], v.outcome) for v in mistakes]
 
 
-@pytest.mark.parametrize("kind", [*BOXED, *COMPLETIONS])
+@pytest.mark.parametrize("kind", sorted({kind for table, _ in TABLES for kind in table}))
 def test_every_kind_is_right(verdicts, kind):
     assert [(v.gold[:60], v.completion[:60], v.outcome) for v in verdicts[kind] if v.outcome != v.expected] == []
 
