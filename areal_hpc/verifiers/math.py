@@ -49,10 +49,12 @@ LONGEST_NUMBER = 20_000
 _LONG_NUMBER = re.compile(r"\s*[-+]?(?:\d{1,3}(?:[, ]\d{3})+|\d+)(?:\.\d+)?\s*")
 
 
-def reward(prompt: str, completion: str, metadata: dict[Any, Any]) -> tuple[float, Outcome]:
+def reward(prompt: str, completion: str, metadata: dict[Any, Any]) -> tuple[float, Outcome, str | None]:
     """Score a completion against `metadata["answer"]` (text or a number).
 
-    In the main thread of a process it keeps its own limits; in another thread it has none.
+    The third element is the answer for votes (maj@k): the gold text for every correct one, so that all ways to write
+    it are one; what was found for a wrong one; None where nothing was. In the main thread of a process it keeps its
+    own limits; in another thread it has none.
 
     Raises:
         ValueError: there is no such answer, so the data set is not one of mathematics.
@@ -62,16 +64,18 @@ def reward(prompt: str, completion: str, metadata: dict[Any, Any]) -> tuple[floa
         raise ValueError(f'the maths verifier needs a text "answer" in the metadata, got {sorted(map(str, metadata))}')
     try:
         with limited(LIMIT_S, LIMIT_BYTES):
-            outcome = judge(str(gold), completion, prompt)
+            found = final_answer(completion, prompt)
+            outcome = "unparsed" if found is None else judge(str(gold), found)
     except (OutOfTime, MemoryError, RecursionError):
-        outcome = "unparsed"
-    return float(outcome == "correct"), outcome
+        return 0.0, "unparsed", None
+    if found is None or outcome == "unparsed":
+        return 0.0, "unparsed", None
+    return float(outcome == "correct"), outcome, str(gold) if outcome == "correct" else found.text
 
 
-def judge(gold: str, completion: str, prompt: str = "") -> Outcome:
+def judge(gold: str, found: Found) -> Outcome:
     """The outcome, without limits on time and memory."""
-    found = final_answer(completion, prompt)
-    if found is None or len(found.text) > LONGEST_NUMBER:
+    if len(found.text) > LONGEST_NUMBER:
         return "unparsed"
     if len(found.text) > LONGEST and _LONG_NUMBER.fullmatch(found.text) is None:
         return "unparsed"

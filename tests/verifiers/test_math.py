@@ -109,10 +109,11 @@ def test_what_usually_hangs_ends_soon(completion, monkeypatch):
 
 
 def test_reward_and_outcome():
-    assert reward("q", "\\boxed{7}", {"answer": "7"}) == (1.0, "correct")
-    assert reward("q", "\\boxed{8}", {"answer": "7"}) == (0.0, "wrong")
-    assert reward("q", "I do not know it.", {"answer": "7"}) == (0.0, "unparsed")
-    assert reward("q", "\\boxed{7}", {"answer": 7, "more": 1}) == (1.0, "correct")
+    assert reward("q", "\\boxed{7}", {"answer": "7"}) == (1.0, "correct", "7")
+    assert reward("q", "\\boxed{8}", {"answer": "7"}) == (0.0, "wrong", "8")
+    assert reward("q", "I do not know it.", {"answer": "7"}) == (0.0, "unparsed", None)
+    assert reward("q", "\\boxed{7}", {"answer": 7, "more": 1}) == (1.0, "correct", "7")
+    assert reward("q", "It is $7.0$.", {"answer": "7"})[1:] == ("correct", "7"), "votes for 7 and 7.0 are one"
 
 
 @pytest.mark.parametrize("metadata", [{}, {"answer": ""}, {"answer": None}, {"answer": ["7"]}, {"solution": "7"}])
