@@ -238,8 +238,8 @@ def test_without_its_zygote_a_test_is_lost_and_the_next_one_is_not():
         sandbox.program(PYTHON, "print(1)")
         assert nursery._zygote is not None
         os.kill(nursery._zygote[1].pid, signal.SIGKILL)
-        assert sandbox.run_main("") == Ended("lost", 0, b"")
         gone_within(5, {sandbox.pid_namespace})
+        assert sandbox.run_main("") == Ended("lost", 0, b"")
         assert sandbox.run_main("") == Ended("exit", 0, b"1\n")
 
 
