@@ -9,6 +9,7 @@ import select
 import shutil
 import socket
 import subprocess
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,9 @@ class Sandbox:
         mode: one of MODES. "bwrap" and "namespaces" give the same guarantees; "rlimits" neither hides files and
             processes nor kills reliably.
 
+    Attributes:
+        deadline: when the tests of the program must have ended, on the clock `time.monotonic`; None: whenever.
+
     Raises:
         SandboxError: this machine does not offer it; the reason as the machine gives it.
     """
@@ -57,6 +61,7 @@ class Sandbox:
         if mode not in MODES:
             raise ValueError(f"mode {mode!r} is none of {', '.join(MODES)}")
         self.mode, self.limits = mode, limits or Limits()
+        self.deadline: float | None = None
         self._program: dict[str, Any] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._alive = False
@@ -90,7 +95,7 @@ class Sandbox:
         self._revive()
         test = {"setup": setup, "code": code, "entry_point": entry_point}
         try:
-            wire.send(self._control, {"do": "check"})
+            wire.send(self._control, {"do": "check", "wall_s": self._wall_s()})
             wire.send(self._tests, test)
         except wire.Closed:
             pass
@@ -162,6 +167,10 @@ class Sandbox:
         for sock in (self._control, self._tests):
             sock.settimeout(self.limits.wall_s + nursery.START_TIMEOUT_S)
 
+    def _wall_s(self) -> float:
+        left = self.limits.wall_s if self.deadline is None else self.deadline - time.monotonic()
+        return min(self.limits.wall_s, max(left, 0.0))
+
     def _revive(self) -> None:
         if not self._alive:
             self._start()
@@ -174,7 +183,7 @@ class Sandbox:
             wire.send(self._control, message)
 
     def _ask(self, message: dict[str, Any]) -> Ended:
-        self._tell(message)
+        self._tell({**message, "wall_s": self._wall_s()})
         ended = self._answer()
         if ended.end == "lost":
             self.close()

@@ -48,6 +48,7 @@ class Init:
         self._control, self._tests, self._limits = control, tests, limits
         self._alone = mode != "rlimits"
         self._program: dict[str, Any] = {}
+        self._wall_s = limits.wall_s
         self._wake, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -60,7 +61,8 @@ class Init:
             if name == "program":
                 self._program = request
                 continue
-            ending = self._check(request) if name == "check" else self._run(name, request)
+            self._wall_s = request.pop("wall_s")
+            ending = self._check() if name == "check" else self._run(name, request)
             wire.send(self._control, ending.message())
 
     def _run(self, name: str, request: dict[str, Any]) -> Ending:
@@ -75,7 +77,7 @@ class Init:
         os.set_blocking(write_end, False)
         return self._watch(child, feed, write_end, out)
 
-    def _check(self, request: dict[str, Any]) -> Ending:
+    def _check(self) -> Ending:
         """A test of two processes: the program's and, out of its reach, the tests', which answers to the caller."""
         ours, theirs = socket.socketpair()
         size = self._limits.output_bytes
@@ -134,7 +136,7 @@ class Init:
     def _watch(self, child: int, feed: bytes, write_end: int, out: int) -> Ending:
         """Wait for the end of `child`, or make it; then nothing but process 1 is left."""
         ending, rest = Ending(), memoryview(feed)
-        deadline = time.monotonic() + self._limits.wall_s
+        deadline = time.monotonic() + self._wall_s
         poll = select.poll()
         for fd, events in ((self._wake, select.POLLIN), (self._control.fileno(), select.POLLIN), (out, select.POLLIN)):
             poll.register(fd, events) if fd >= 0 else None
@@ -214,13 +216,13 @@ class Init:
 
     def _excess(self) -> str:
         """The limit that all processes together have passed, if any."""
-        members, pages = self._members(), 0
+        members, kibibytes = self._members(), 0
         if len(members) > self._limits.processes + 1:  # the tests' process is no fault of the program
             return "processes"
         for pid in members:
-            with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/statm") as file:
-                pages += int(file.read().split()[1])
-        if pages * resource.getpagesize() > self._limits.memory_bytes:
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+                kibibytes += sum(int(line.split()[1]) for line in file if line.startswith(("VmRSS:", "VmSwap:")))
+        if kibibytes << 10 > self._limits.memory_bytes:
             return "memory"
         if self._alone:
             for place in ("/tmp", "/dev/shm"):

@@ -55,14 +55,23 @@ NUMBERS = {
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "socket": (41, 198),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
     "clone": (56, 220),
     "clone3": (435, 435),
     "kill": (62, 129),
     "capset": (126, 91),
+    "mmap": (9, 222),
+    "prlimit64": (302, 261),
 }
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _MACHINES = list(_AUDIT_ARCH)
-_OWN_RULES = ("clone", "clone3", "kill", "capset")
+_OWN_RULES = ("clone", "clone3", "kill", "capset", "mmap", "prlimit64")
+_SHARED_ANONYMOUS = 0x01 | 0x20
 
 
 def machine() -> str:
@@ -143,8 +152,12 @@ def forbid_calls(shared_processes: bool) -> None:
 
 
 def _filter(name: str, shared_processes: bool) -> bytes:
-    """Classic BPF over struct seccomp_data: number at 0, architecture at 4, low half of the first argument at 16."""
-    load, jump_equal, jump_above, jump_set, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    """Classic BPF over struct seccomp_data: number at 0, architecture at 4, low halves of the arguments from 16 on.
+
+    Anonymous memory that is shared outlives the resident pages of whoever made it, and so escapes the count. The limits
+    of other processes are theirs.
+    """
+    load, jump_equal, jump_above, jump_set, mask, give = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
     allow, kill, eperm, enosys = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
     column = _MACHINES.index(name)
 
@@ -159,6 +172,10 @@ def _filter(name: str, shared_processes: bool) -> bytes:
         parts += [step(jump_above, 0x40000000, 0, 1), step(give, eperm)]
     parts += [number(call, eperm) for call in NUMBERS if call not in _OWN_RULES]
     parts += [number("clone3", enosys)]  # its flags lie in memory; libc falls back to clone
+    parts += [step(jump_equal, NUMBERS["mmap"][column], 0, 5), step(load, 40), step(mask, _SHARED_ANONYMOUS)]
+    parts += [step(jump_equal, _SHARED_ANONYMOUS, 0, 1), step(give, eperm), step(give, allow)]
+    parts += [step(jump_equal, NUMBERS["prlimit64"][column], 0, 4), step(load, 16)]
+    parts += [step(jump_equal, 0, 1, 0), step(give, eperm), step(give, allow)]
     if shared_processes:
         parts += [step(jump_equal, NUMBERS["kill"][column], 0, 4), step(load, 16)]
         parts += [step(jump_equal, 0xFFFFFFFF, 0, 1), step(give, eperm), step(give, allow)]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
+import gc
+import io
 import os
 import signal
 import socket
@@ -42,6 +45,7 @@ def run_main(program: dict[str, Any]) -> None:
     if program["command"]:
         _execute(program)
     code = 0
+    _open_streams()
     try:
         load(program["source"], "__main__")
     except SystemExit as error:
@@ -54,7 +58,25 @@ def run_main(program: dict[str, Any]) -> None:
         sys.stdout.flush()
     except BaseException:
         code = code or 1
+    _flush_the_rest()
     os._exit(code)
+
+
+def _open_streams() -> None:
+    """As Python makes them: those of the zygote were opened on something else, and remember that it could seek."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        errors = "backslashreplace" if fd == 2 else "surrogateescape"
+        stream = open(fd, "w" if fd else "r", encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _flush_the_rest() -> None:
+    """Files that the program has left open: Python would write them out as it takes its objects apart."""
+    for thing in gc.get_objects():
+        if issubclass(type(thing), io.IOBase):
+            with contextlib.suppress(BaseException):
+                thing.flush()
 
 
 def _execute(program: dict[str, Any]) -> None:

@@ -14,22 +14,23 @@ through their methods; comparing such objects themselves counts as wrong.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
+import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from areal_hpc.sandbox import values
 from areal_hpc.sandbox.box import Sandbox
 from areal_hpc.sandbox.isolation import choose
 from areal_hpc.sandbox.languages import LANGUAGES, Language
 from areal_hpc.sandbox.limits import Limits
-from areal_hpc.verifiers.outputs import same_text, same_value
+from areal_hpc.verifiers.outputs import json_value, same_text, same_value
 
 _MODE = choose()  # no isolation: the import fails, so a run ends before its first answer
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([\w+#.-]*)")
+_FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 _log = logging.getLogger(__name__)
 
 endings: Counter[str] = Counter()
@@ -44,11 +45,13 @@ def reward(
     partial: bool = False,
     language: str = "python",
     limits: Limits | None = None,
+    total_s: float = 60.0,
 ) -> tuple[float, Literal["correct", "wrong", "unparsed"]]:
     """1.0 if the program passes every test, else 0.0, or the share of passed tests if `partial`.
 
     Every test has a process and the limits of its own; asserts have one together, one after the other, unless
-    `partial`: half the cost.
+    `partial`: half the cost. A test that has not ended `total_s` after the first one began counts as failed; let the
+    time-out of the reward be longer, or a program that sleeps is never judged.
 
     Raises:
         ValueError: metadata without tests, or with tests of an unknown kind.
@@ -59,12 +62,14 @@ def reward(
     unknown = sorted({str(test.get("kind")) for test in tests} - {"assert", "stdin", "call"})
     if not tests or unknown:
         raise ValueError(f"tests of a code prompt: {f'unknown kind {unknown}' if unknown else 'there are none'}")
-    program = extract(completion, setup, entry_point, LANGUAGES[language])
+    names = [name for name in (entry_point, *(test.get("name") for test in tests)) if name]
+    program = extract(completion, setup, names, LANGUAGES[language])
     if program is None:
         return 0.0, "unparsed"
     num_passed = 0
     with Sandbox(_MODE, limits) as sandbox:
-        sandbox.program(LANGUAGES[language], f"{setup}\n{program}" if setup else program)
+        sandbox.program(LANGUAGES[language], _whole(setup, program) if language == "python" else program)
+        sandbox.deadline = time.monotonic() + total_s
         for test in tests if partial else _joined(tests):
             passed = _passes(sandbox, test, setup, entry_point)
             num_passed += passed
@@ -74,19 +79,52 @@ def reward(
     return share, "correct" if share == 1 else "wrong"
 
 
-def extract(completion: str, setup: str, entry_point: str | None, language: Language) -> str | None:
-    """The program in an answer: the last closed block of the language after the last </think>, else, if `setup` has
-    the head of `entry_point`, the answer itself as the body. None if there is no program.
+def extract(completion: str, setup: str, names: list[str], language: Language) -> str | None:
+    """The program in an answer: a closed block after the last </think>, else, if `setup` has the head of the function
+    names[0], the answer itself as the body. None if there is no program.
+
+    Blocks that say the language go before those that say none, and those that define one of `names` before examples of
+    their use; of these it is the last.
     """
     thought, closed, answer = completion.rpartition("</think>")
     if not closed and "<think>" in answer:
         return None
-    blocks = [text for tag, text in _FENCE.findall(answer) if tag.lower() in language.tags]
+    blocks = [(bool(tag), text) for tag, text in _blocks(answer) if tag in language.tags]
     if blocks:
-        return blocks[-1] if blocks[-1].strip() else None
-    if entry_point and re.search(rf"^\s*(async\s+)?def\s+{re.escape(entry_point)}\b", setup, re.MULTILINE):
+        head = rf"^\s*(?:async\s+)?(?:def|class)\s+(?:{'|'.join(map(re.escape, names))})\b" if names else ""
+        defines = re.compile(head, re.MULTILINE)
+        text = max(blocks, key=lambda block: (block[0], bool(defines.search(block[1]))))[1]
+        return text if text.strip() else None
+    if names and re.search(rf"^\s*(async\s+)?def\s+{re.escape(names[0])}\b", setup, re.MULTILINE):
         return answer if answer.strip() else None
     return None
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Closed blocks, last first: word after the fence in lower case, and what is inside less the fence's indent."""
+    found: list[tuple[str, str]] = []
+    inside: list[str] | None = None
+    indent = fence = tag = ""
+    for line in text.replace("\r\n", "\n").split("\n"):
+        bare = line.strip(" \t")
+        if inside is None:
+            opens = _FENCE.match(line)
+            if opens and "`" not in line[opens.end() :]:
+                indent, fence, tag = opens.groups()
+                inside = []
+        elif bare.startswith(fence) and not bare.strip(fence[0]):
+            found.append((tag.lower(), "".join(inside)))
+            inside = None
+        else:
+            inside.append((line[len(indent) :] if line.startswith(indent) else line.lstrip(" \t")) + "\n")
+    return reversed(found)
+
+
+def _whole(setup: str, program: str) -> str:
+    """One Python text. `from __future__` has to come before everything else."""
+    if not setup:
+        return program
+    return "".join([*_FUTURE.findall(program), setup, "\n", _FUTURE.sub("", program)])
 
 
 def _joined(tests: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -106,25 +144,9 @@ def _passes(sandbox: Sandbox, test: dict[str, Any], setup: str, entry_point: str
         why = f"{ended.end} {ended.code}"
     else:
         ended = sandbox.call(test["name"], test["args"])
-        passed = ended.well and same_value(_value(ended.output), test["expected"])
+        passed = ended.well and same_value(json_value(ended.output[4:]), test["expected"])
         why = f"{ended.end} {ended.code}"
     if not passed:
         endings[why.split(":")[0]] += 1
         _log.debug("a %s test failed: %s", test["kind"], why)
     return passed
-
-
-class _Nothing:
-    """Equal to no expected value."""
-
-
-def _value(output: bytes) -> Any:
-    """What a call returned; output is a frame that the program's process wrote, so it may be anything."""
-    try:
-        return values.decode(json.loads(output[4:]), _no_object)
-    except (ValueError, RecursionError):
-        return _Nothing()
-
-
-def _no_object(tag: str, content: Any) -> Any:
-    raise ValueError(tag)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 
 import pytest
 
@@ -63,7 +64,40 @@ BODY = "import math\n\ndef f(x):\n    '''One more.'''\n"
     ],
 )
 def test_the_program_of_an_answer(code, answer, setup, entry_point, program):
-    assert code.extract(answer, setup, entry_point, LANGUAGES["python"]) == program
+    assert code.extract(answer, setup, [entry_point] if entry_point else [], LANGUAGES["python"]) == program
+
+
+DEFINES = "def f(x):\n    pass\n"
+USES = f"```python\n{DEFINES}```\nUse:\n```python\nprint(f(1))\n```"
+
+
+@pytest.mark.parametrize(
+    ("answer", "names", "program"),
+    [
+        ("```python\na = 1\n```\nIt prints:\n```\n4\n```", [], "a = 1\n"),
+        ("```\na = 1\n```\n```text\n4\n```", [], "a = 1\n"),
+        (USES, ["f"], DEFINES),
+        (USES, ["g"], "print(f(1))\n"),
+        (USES, [], "print(f(1))\n"),
+        ("```py\ndef f(): 1\n```\n```py\ndef f(): 2\n```\n```py\ndef g(): 3\n```", ["f"], "def f(): 2\n"),
+        ("```\ndef f(): 1\n```\n```py\na = 1\n```", ["f"], "a = 1\n"),
+        ("1. So:\n   ```python\n   if a:\n       b\n\n   ```\n", [], "if a:\n    b\n\n"),
+        ("```python\r\na = 1\r\n```\r\n", [], "a = 1\n"),
+        ("````python\na = '''\n```\n'''\n````", [], "a = '''\n```\n'''\n"),
+        ("~~~python\na = 1\n~~~", [], "a = 1\n"),
+        ("```python\na = 1\n~~~", [], None),
+        ("``` `x` ```\n```python\na = 1\n```", [], "a = 1\n"),
+    ],
+)
+def test_the_program_among_other_blocks(code, answer, names, program):
+    assert code.extract(answer, "", names, LANGUAGES["python"]) == program
+
+
+@pytest.mark.parametrize("answer", ["```a\n" * 50_000, "```" + "a" * 300_000 + "`", " " * 300_000, "<think>" * 50_000])
+def test_no_answer_takes_long_to_read(code, answer):
+    started = time.process_time()
+    assert code.extract(answer, "", ["f"], LANGUAGES["python"]) is None
+    assert time.process_time() - started < 2  # quadratic time would be minutes
 
 
 def test_no_program_is_unparsed_and_no_sandbox_is_started(code, monkeypatch):
@@ -102,6 +136,32 @@ def test_after_a_test_that_hangs_the_next_ones_still_count(code):
     assert (pytest.approx(score), outcome) == (2 / 3, "wrong")
 
 
+def test_all_tests_together_have_a_deadline(code):
+    sleeps = "import time\ndef f(x):\n    time.sleep(99 * (x > 1))\n    return x"
+    tests = [call("f", [1], 1), check("assert f(1) == 1"), call("f", [2], 2), call("f", [3], 3)]
+    assert reward(code, sleeps, *tests, partial=True, total_s=2.0) == (0.5, "wrong")
+    started = time.monotonic()
+    assert reward(code, "import time\ntime.sleep(99)", stdin("", ""), total_s=0.3) == (0.0, "wrong")
+    assert time.monotonic() - started < 10
+
+
+DEEP = """
+import sys, threading
+sys.setrecursionlimit(10**6)
+def down(n):
+    return 0 if n == 0 else 1 + down(n - 1)
+"""
+THREAD = """
+threading.stack_size(2**27)
+thread = threading.Thread(target=lambda: print(down(10**5)))
+thread.start()
+thread.join()
+"""
+LIBRARY = """re, math, collections, itertools, heapq, bisect, functools, string, datetime, random, decimal, fractions,\\
+    typing, dataclasses, statistics, array, cmath, enum, queue, json, hashlib, textwrap, doctest, subprocess,\\
+    concurrent.futures, multiprocessing, calendar, unicodedata, zlib, struct, copy, operator, time, io, os, sys"""
+
+
 @pytest.mark.parametrize(
     ("program", "test", "outcome"),
     [
@@ -120,6 +180,17 @@ def test_after_a_test_that_hangs_the_next_ones_still_count(code):
         ("import threading\nthreading.Thread(target=lambda: print(1)).start()", stdin("", "1"), "correct"),
         ("import atexit\natexit.register(print, 1)", stdin("", "1"), "correct"),
         ("print(1)\nraise ValueError", stdin("", "1"), "wrong"),
+        ("out = open(1, 'w')\nout.write('1')", stdin("", "1"), "correct"),  # Python would write it out at its end
+        ("import io, sys\nprint(1)\nsys.stdout = io.StringIO()\nprint(2)", stdin("", "1"), "correct"),
+        ("import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\nprint(1)", stdin("", "1"), "correct"),
+        ("import sys\nassert (sys.stdin.mode, sys.stdout.mode) == ('r', 'w')", stdin("", ""), "correct"),
+        ("import sys\ninput = sys.stdin.readline\nprint(int(input()) + int(input()))", stdin("1\n2", "3"), "correct"),
+        ("try:\n    while True:\n        print(input())\nexcept EOFError:\n    pass", stdin("a\nb", "a\nb"), "correct"),
+        ("print(sum(int(input()) for _ in range(10**5)))", stdin("1\n" * 10**5, "100000"), "correct"),
+        (f"{DEEP}print(down(10**5))", stdin("", "100000"), "correct"),
+        (f"{DEEP}{THREAD}", stdin("", "100000"), "correct"),
+        (f"import {LIBRARY}\nprint(1)", stdin("", "1"), "correct"),
+        ("import asyncio\nasync def f():\n    print(1)\nasyncio.run(f())", stdin("", "1"), "correct"),
         ("def broken(:", stdin("", ""), "wrong"),
         ("", stdin("x" * 300_000, "ok"), "unparsed"),
         ("print('ok')", stdin("x" * 300_000, "ok"), "correct"),  # nobody reads the input
@@ -203,6 +274,8 @@ OWN_ERROR = "class Bad(Exception): pass\ndef f(x):\n    raise Bad"
         ("def sum(a, b):\n    return a + b", "assert sum(10, 15) == 25", "correct"),
         ("def bisect(a):\n    return a", "assert bisect(2) == 2", "correct"),
         ("LIMIT = 5\ndef f():\n    return LIMIT", "assert f() == LIMIT", "correct"),
+        ("def f(n):\n    yield from range(n)", "assert 2 in f(3) and 3 not in f(3)", "correct"),
+        ("def f(n):\n    raise StopIteration", "assert list(map(f, [1])) == []", "wrong"),
         ("def f(*, a, b=2):\n    return a + b", "assert f(a=1) == 3", "correct"),
         ("def f(:", "assert True", "wrong"),
         ("def f(x):\n    import nowhere", "f(1)", "wrong"),
@@ -210,6 +283,12 @@ OWN_ERROR = "class Bad(Exception): pass\ndef f(x):\n    raise Bad"
 )  # fmt: skip
 def test_asserts(code, program, statements, outcome):
     assert reward(code, program, check(statements))[1] == outcome
+
+
+def test_imports_from_the_future_still_come_first(code):
+    program = "from __future__ import annotations\ndef f(x: Nowhere) -> int:\n    return twice(x)"
+    setup = "def twice(x):\n    return 2 * x"
+    assert reward(code, program, check("assert f(1) == 2"), call("f", [2], 4), setup=setup) == (1.0, "correct")
 
 
 def test_the_setup_comes_before_the_program_and_its_helpers_are_the_tests_own(code):
@@ -251,6 +330,11 @@ def test_another_language_is_one_entry(code, monkeypatch):
         ("1", "", False),
         ("3.0000000001", "3.0", True),
         ("3", "3.0", True),
+        ("\u0663.0", "3.0", False),
+        ("1e999", "1e400", False),
+        ("inf", "inf", True),
+        ("4\0", "4", False),
+        ("1" * 10**6 + ".0", "1.0", False),
         ("3.0", "3", False),
         ("1e-9", "0.0", True),
         ("nan", "0.5", False),
@@ -273,6 +357,11 @@ def test_equal_outputs(got, expected, same):
         (1.0000000001, 1.0, True),
         (1.001, 1.0, False),
         (10**400, 1.5, False),
+        (1.5, 10**400, False),
+        (3.0, 3, True),
+        (123456700.0, 123456789, False),
+        (2.9999999999, 3, False),
+        (float("nan"), 1.5, False),
         ((1, (2,)), [1, [2]], True),
         ({1, 2}, [1, 2], False),
         ({"a": 1.0}, {"a": 1}, True),

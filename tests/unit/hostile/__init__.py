@@ -3,7 +3,7 @@
 No imports but the standard library's: `python -m tests.unit.hostile MODE [NAME ...]` runs them as whichever user calls.
 """
 
-from tests.unit.hostile import cheats, escapes, greedy, killers  # noqa: F401  each adds to the corpus
+from tests.unit.hostile import cheats, escapes, greedy, judges, killers  # noqa: F401  each adds to the corpus
 from tests.unit.hostile.base import CORPUS, Hostile, alive, run
 
 __all__ = ["CORPUS", "Hostile", "alive", "run"]

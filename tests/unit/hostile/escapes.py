@@ -97,7 +97,7 @@ hostile(
     """
     import os, stat
     def f():
-        got = sorted(set(os.listdir("/dev")) - set("null zero full random urandom fd stdin stdout stderr shm".split()))
+        got = sorted(set(os.listdir("/dev")) - set("null full random urandom fd stdin stdout stderr shm".split()))
         try:
             os.mknod("/tmp/disk", stat.S_IFBLK | 0o600, os.makedev(8, 0))
             got.append("mknod")
