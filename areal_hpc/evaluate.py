@@ -20,6 +20,7 @@ from areal_hpc import submission
 from areal_hpc.answers import check_settings
 from areal_hpc.config import Config
 from areal_hpc.config.check import ConfigErrors, check_config
+from areal_hpc.config.rules import CODE_REWARD, PROGRAM_S
 from areal_hpc.config.sources import SourceConfig
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.heldout import read_sets, settings_of
@@ -28,7 +29,7 @@ from areal_hpc.launch import run_here
 FILE = "evaluate.yaml"
 REWARDS = {
     "areal_hpc.verifiers.math:reward": ("maths", "gsm8k", "math", "math500", "deepscaler", "aime", "amc"),
-    "areal_hpc.verifiers.code:reward": ("humaneval", "mbpp", "livecodebench"),
+    CODE_REWARD: ("humaneval", "mbpp", "livecodebench"),
 }
 """What judges the answers where --reward says nothing, by layout."""
 
@@ -108,7 +109,7 @@ def settings(options: argparse.Namespace, out: Path) -> dict[str, Any]:
         "seed": options.seed,
         "model": {"path": options.model},
         "data": data_section(options.data, layouts, options.chat),
-        "reward": {"function": options.reward or _reward_of(layouts)},
+        "reward": _judge(options.reward or _reward_of(layouts)),
         "rollout": {name: value for name, value in rollout.items() if value is not None},
         "trainer": {"ranks": 0},
         "evaluation": {"samples": options.samples},
@@ -138,6 +139,11 @@ def _layouts(options: argparse.Namespace) -> list[str]:
         reason = f"--layout was given {len(given)} times for {files} files; give it once, or once for each --data"
         raise RunError(Exit.CONFIG, f"areal-hpc evaluate: {reason}")
     return list(given)
+
+
+def _judge(function: str) -> dict[str, Any]:
+    """Programs may take long; a time-out of the answer must not come before the verifier's own."""
+    return {"function": function} | ({"timeout_s": PROGRAM_S + 15} if function == CODE_REWARD else {})
 
 
 def _reward_of(layouts: Sequence[str]) -> str:

@@ -20,6 +20,10 @@ from areal_hpc.config import Config
 
 OVERLONG = "areal_hpc.rewards.shaping:overlong_penalty"
 
+CODE_REWARD = "areal_hpc.verifiers.code:reward"
+PROGRAM_S = 60.0
+"""Default of its total_s."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -230,6 +234,15 @@ def is_prepared(c: Config, path: Path) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------- functions
+@rule("reward.function", "reward.timeout_s", "reward.kwargs")
+def programs_need_time(c: Config) -> Iterator[Problem]:
+    """The code verifier ends a slow program itself and calls it wrong; cut off before, it would not be scored."""
+    total_s = c.reward.kwargs.get("total_s", PROGRAM_S)
+    if c.reward.function == CODE_REWARD and isinstance(total_s, (int, float)) and c.reward.timeout_s <= total_s:
+        message = f"{c.reward.timeout_s:g} s cuts off programs that may take {total_s:g} s (reward.kwargs.total_s)"
+        yield Problem("reward.timeout_s", message, f"write {total_s + 15:g}")
+
+
 @rule("reward.function", files=True)
 def reward_function_exists(c: Config) -> Iterator[Problem]:
     yield from _check_function("reward.function", c.reward.function)

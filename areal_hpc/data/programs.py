@@ -54,7 +54,8 @@ def livecodebench(row: Fields) -> Made:
         text = f"{task.strip()}\n\nComplete this program:\n\n```python\n{starter.rstrip()}\n```"
     else:
         text = f"{task.strip()}\n\nWrite a Python program that reads standard input and prints the answer."
-    return Made(text, {"tests": tests, "setup": "", "entry_point": name})
+    setup = "from typing import *" if starter.strip() else ""  # starter code says List[int] without an import
+    return Made(text, {"tests": tests, "setup": setup, "entry_point": name})
 
 
 def _inside(field: str, function: Any, *arguments: Any) -> Any:

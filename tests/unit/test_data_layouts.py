@@ -259,7 +259,7 @@ def test_livecodebench_functions() -> None:
             private_test_cases=packed(functional("[]\n-1\n", "[1.5, null]")),
         ),
     )
-    assert starter.rstrip() in prompt.text
+    assert starter.rstrip() in prompt.text and prompt.metadata["setup"] == "from typing import *"
     assert prompt.metadata["entry_point"] == "add"
     assert prompt.metadata["tests"] == [
         {"kind": "call", "name": "add", "args": [[1, 2], "x"], "expected": True},

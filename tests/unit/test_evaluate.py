@@ -101,6 +101,7 @@ def test_the_layout_tells_the_reward_function(layouts, reward):
             evaluate.settings(given, evaluate.Path("o"))
         return
     settings = evaluate.settings(given, evaluate.Path("o"))
+    assert settings["reward"].pop("timeout_s", None) == (75 if "code" in reward else None)
     assert settings["reward"] == {"function": reward}
     both = [*layouts, layouts[0]][:2]
     assert settings["data"]["heldout"] == [

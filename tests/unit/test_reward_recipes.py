@@ -287,6 +287,11 @@ def test_recipe_of_a_configuration():
         ({"functions": [{"function": "math:sqrt", "weight": "much"}]}, "reward.functions[0].weight: must be a number"),
         ({"kwargs": [1]}, "reward.kwargs: must be a mapping"),
         ({"memory_bytes": 0}, "reward.memory_bytes: must be"),
+        ({"function": "areal_hpc.verifiers.code:reward"}, "10 s cuts off programs that may take 60 s"),
+        (
+            {"function": "areal_hpc.verifiers.code:reward", "timeout_s": 30, "kwargs": {"total_s": 30}},
+            "30 s cuts off programs that may take 30 s (reward.kwargs.total_s); write 45",
+        ),
         (
             {"functions": [{"function": "areal_hpc.rewards.shaping:overlong_penalty", "kwargs": {"cache": 4096}}]},
             "cache must be a whole number from 1 to rollout.max_new_tokens = 1024 [tokens], got 4096",
