@@ -29,6 +29,7 @@ def recovered(request):
     return take
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """With `-n`: tests that share the cluster, or need both cores, run one after the other."""
     for item in items:

@@ -72,9 +72,9 @@ def test_ctrl_c(tiny_dir, tmp_path):
 @pytest.mark.parametrize(
     "fault, where",
     [
-        ("exception@controller.compose#0*2", "compose"),
+        pytest.param("exception@controller.compose#0*2", "compose", marks=pytest.mark.slow),
         ("exception@trainer.batch#1*2", "rank 1 (trainer)"),
-        ("exception@rollout.decode#3*20", "rank 3 (rollout)"),
+        pytest.param("exception@rollout.decode#3*20", "rank 3 (rollout)", marks=pytest.mark.slow),
     ],
 )
 def test_exception_on_one_rank(fault, where, tiny_dir, tmp_path):
@@ -153,6 +153,7 @@ def test_a_reward_that_hangs_is_a_timeout_and_not_a_wrong_answer(tiny_dir, tmp_p
     assert "reward_timeout" in set(finished.log().events.kind)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_too_long_is_refused_and_replaced(tiny_dir, tmp_path):
     data = (tiny_dir / "train.jsonl").read_text() + '{"id": "long", "prompt": "abcdefghabcdefgh"}\n'
     (tmp_path / "data.jsonl").write_text('{"id": "long0", "prompt": "abcdefghabcdefgh"}\n' + data)

@@ -74,7 +74,7 @@ def slow(*values, **how):
 @pytest.mark.fault("rollout rank killed", row=1)
 @pytest.mark.parametrize(
     "moment",
-    ["rollout.decode~1", "rollout.receive*3", slow("rollout.decode~2"), slow("rollout.decode~3")],
+    ["rollout.receive*3", slow("rollout.decode~1"), slow("rollout.decode~2"), slow("rollout.decode~3")],
 )
 def test_a_rollout_rank_is_killed(moment, tiny_dir, tmp_path, recovered):
     """In mid-generation at passes drawn by a seed, and while a weight update is arriving."""
@@ -129,6 +129,7 @@ def test_a_silent_rank(kind, rank, moment, tmp_path, recovered):
 
 
 @pytest.mark.fault("exception on one rank", row=4)
+@pytest.mark.slow
 def test_an_exception(tmp_path, recovered):
     first = check(timed(tmp_path), recovered, fault("exception", ROLLOUT, "rollout.decode~5"))
     assert first.returncode == Exit.FAILED and "rank 2 (rollout)" in first.stderr and "InjectedFault" in first.stderr

@@ -65,7 +65,14 @@ def test_the_losses_are_those_of_a_run_that_never_stopped(tiny_dir, tmp_path):
 
 
 @pytest.mark.fault("walltime or preemption signal to one rank", row=8)
-@pytest.mark.parametrize(("number", "rank"), [(signal.SIGUSR2, 0), (signal.SIGUSR2, 2), (signal.SIGTERM, 1)])
+@pytest.mark.parametrize(
+    ("number", "rank"),
+    [
+        pytest.param(signal.SIGUSR2, 0, marks=pytest.mark.slow),
+        (signal.SIGUSR2, 2),
+        pytest.param(signal.SIGTERM, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_warning_to_any_rank_saves_and_another_number_of_ranks_goes_on(tiny_dir, tmp_path, number, rank):
     sections = OFTEN | {"steps": 8, "checkpoint": {"every_s": None}}
     first = tiny_config(tiny_dir, tmp_path / "run", rollout={"ranks": 1}, **sections)
@@ -103,6 +110,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tiny_dir, tmp
 
 
 @pytest.mark.fault("two starts in one run directory", row=23)
+@pytest.mark.slow
 def test_only_one_at_a_time_and_a_finished_run_is_not_repeated(tiny_dir, tmp_path):
     config = tiny_config(tiny_dir, tmp_path / "run", **OFTEN | {"steps": 6})
     process = runs.start(config)

@@ -153,7 +153,7 @@ def test_strict_order_never_exceeds_the_limit(tiny_dir, tmp_path):
     assert order == sorted(order)
 
 
-@pytest.mark.parametrize("mode, limit", [("sync", 0), ("overlap", 1)])
+@pytest.mark.parametrize("mode, limit", [pytest.param("sync", 0, marks=pytest.mark.slow), ("overlap", 1)])
 def test_the_other_modes(mode, limit, tiny_dir, tmp_path):
     config = tiny_config(tiny_dir, tmp_path / "run", mode=mode, rollout={"ranks": 2, "temperature": 0.7}, steps=4)
     config["data"]["heldout"] = str(tiny_dir / "heldout.jsonl")
@@ -168,6 +168,7 @@ def test_the_other_modes(mode, limit, tiny_dir, tmp_path):
     assert 0 <= finished.summary["pass1_before"] <= 1 and 0 <= finished.summary["pass1_after"] <= 1
 
 
+@pytest.mark.slow
 def test_the_widest_world(tiny_dir, tmp_path):
     """1 controller, 2 trainers, 4 rollouts on two cores; naive PPO, filter, clamp, dual clip and batch advantages."""
     config = tiny_config(

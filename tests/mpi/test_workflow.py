@@ -71,6 +71,7 @@ def test_the_log_says_which_tokens_the_environment_put_in(synchronous):
         assert row.start_s <= row.finish_s
 
 
+@pytest.mark.slow
 def test_every_sampled_token_has_the_log_prob_of_the_version_it_is_tagged_with(tiny_dir, tmp_path):
     """Weights arrive in turns, between them and while tools run."""
     from transformers import AutoModelForCausalLM

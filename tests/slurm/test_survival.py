@@ -114,7 +114,8 @@ def test_a_lost_host(place, cluster):
 
 
 @pytest.mark.fault("rank killed in a job", row=1)
-@pytest.mark.parametrize("rank", [pytest.param(1, id="trainer", marks=pytest.mark.slow), pytest.param(2, id="rollout")])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [pytest.param(1, id="trainer"), pytest.param(2, id="rollout")])
 def test_a_killed_rank(place, cluster, rank):
     """One that the run cannot do without: the whole step ends at once; the job puts itself back into the queue and goes
     on from the checkpoint."""
