@@ -95,6 +95,7 @@ def test_a_directory_with_other_files_is_left_alone(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.slow
 def test_two_builders_at_the_same_time_leave_one_whole_result(built, tmp_path):
     context = multiprocessing.get_context("spawn")
     both = [context.Process(target=build, args=[tmp_path / "demo"]) for _ in range(2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ def module_name(path: Path) -> str:
     return name.removesuffix(".__init__") if name != "__init__" else name
 
 
+@cache
 def imports(path: Path, at_import_time: bool = False) -> set[str]:
     """Dotted names a file imports; type-checking blocks are left out, functions too if only import time counts."""
     found: set[str] = set()
