@@ -61,7 +61,7 @@ def test_a_mixture_with_a_template_and_a_bad_line(tiny_dir, tmp_path):
     ids = trajectories.drop_duplicates("group_id").prompt_id
     share = ids.str.startswith("many/").mean()
     assert ids.str.match(r"(many|few)/\d+").all() and 0.7 <= share <= 0.8
-    assert set(log.evaluations.prompt_id.str.partition("/")[0]) == {"first", "second"}
+    assert set(log.evaluations["data"]) == {"first", "second"}
     bad = log.events[log.events.kind == "bad_line"].text.tolist()
     assert len(bad) == 2 and all("few.jsonl:2: " in line and '"solution": is missing' in line for line in bad)
     assert finished.summary["bad_lines"] == 2 and "2 bad lines left out" in finished.stdout
