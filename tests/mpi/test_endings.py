@@ -36,6 +36,7 @@ def test_max_steps_in_the_middle_of_everything(tiny_dir, tmp_path):
 
 
 @pytest.mark.fault("data set ends in the middle of everything", row=30)
+@pytest.mark.slow
 def test_dataset_exhausted(tiny_dir, tmp_path):
     """10 prompts once, in batches of 4: two steps, two groups left over, and the log says so."""
     lines = (tiny_dir / "train.jsonl").read_text().splitlines()[:10]
@@ -125,6 +126,7 @@ def test_one_batch_that_is_not_finite_is_dumped_and_skipped(tiny_dir, tmp_path):
 
 
 @pytest.mark.fault("NaN again and again", row=16)
+@pytest.mark.slow
 def test_too_many_of_them_end_the_run_as_diverged(tiny_dir, tmp_path):
     config = tiny_config(tiny_dir, tmp_path / "run", steps=100, trainer={"max_skipped": 1})
     finished = run(config, environment={VARIABLE: "nan@trainer.batch#1*3"})

@@ -181,6 +181,7 @@ def test_an_evaluation_beside_training_goes_on_after_a_resume(tiny_dir, tmp_path
     assert rows.finish_s.isna().sum() == kept, "what an earlier attempt got has no time on this one's clock"
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_record_and_another_number_of_ranks_completes_it(tmp_path):
     """Simulated compute: the same evaluator, messages and record without a model."""
     simulation.prepare(tmp_path / "data")

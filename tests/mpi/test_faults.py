@@ -192,6 +192,7 @@ def test_a_full_disk_under_the_log(small_disk, tmp_path):
 
 
 @pytest.mark.fault("disk full under a checkpoint", row=13)
+@pytest.mark.slow
 def test_a_full_disk_under_a_checkpoint(small_disk, tiny_dir, tmp_path):
     """Room for one checkpoint and a half: the first stands, the run ends at the second failure in a row."""
     config = learning(tiny_dir, tmp_path, steps=14)

@@ -78,6 +78,7 @@ def test_a_real_model_answers_maths_and_code(answered):
     assert len(set(by_set["gsm8k"])) == COUNT, "different questions, different answers"
 
 
+@pytest.mark.slow
 def test_the_same_answers_on_one_rank_with_three_slots(answered, model, problems, tmp_path):
     for name, count in (("gsm8k", 3), ("mbpp", 3), ("trivial", 1)):
         lines = (problems / f"{name}.jsonl").read_text().splitlines(keepends=True)

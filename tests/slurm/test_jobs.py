@@ -131,6 +131,7 @@ def test_open_mpi_over_pmix(place, tiny_dir):
     assert hosts_of_ranks(job) == ["node1", "node1", "node2", "node3", "node4", "node5"]
 
 
+@pytest.mark.slow
 def test_every_script_by_hand(place, cluster):
     """`sbatch` of what a user finds in slurm/, unchanged but for the places of its files."""
     text = (REPOSITORY / "slurm/demo_1_1_nodes.sbatch").read_text()
