@@ -28,19 +28,14 @@ from areal_hpc.exits import Exit, RunError
 from areal_hpc.faults import fault
 from areal_hpc.logschema import Fate
 from areal_hpc.messages import (
-    ActivityReport,
     AdmitGroup,
-    ClockPing,
-    ClockPong,
     Credits,
     DropGroups,
-    Event,
     GroupFinished,
     GroupRefused,
     LoadWeights,
     ModelSaved,
     RankFailed,
-    Ready,
     Samples,
     SamplesArrived,
     SaveModel,
@@ -52,7 +47,7 @@ from areal_hpc.messages import (
     WeightsLoaded,
     WeightsSent,
 )
-from areal_hpc.preflight import RunClock, role_of, unusable
+from areal_hpc.preflight import RunClock
 from areal_hpc.progress import Progress
 from areal_hpc.resuming import SavedRun
 from areal_hpc.runlog_writer import RunLogWriter
@@ -93,7 +88,6 @@ class Controller(Endings):
         self.groups: dict[int, GroupRecord] = {}
         self.restoring: dict[tuple[int, str], list[int]] = {}
         self.batches: dict[int, BatchRecord] = {}
-        self.not_ready = set(range(1, world.size))
         self.why_finished: str | None = None
         self.model_saved = False
         self.skipped_in_a_row = 0
@@ -254,10 +248,6 @@ class Controller(Endings):
     def handle(self, received: Received) -> None:
         source, arrays = received.source, received.arrays
         match received.message:
-            case ClockPing(local_s):
-                self.world.post(source, ClockPong(local_s, self.clock.now()))
-            case Ready():
-                self.not_ready.discard(source)
             case Credits(num_samples):
                 self.state.credits.grant(source, num_samples)
                 self.examiner.admit()  # held-out answers first, within their share
@@ -278,10 +268,6 @@ class Controller(Endings):
                 self.torn(source, header)
             case WeightsLoaded() as loaded:
                 self.weights_loaded(loaded, source)
-            case ActivityReport():
-                self.log_activity(arrays, source)
-            case Event(kind, text):
-                self.event(kind, text, source)
             case TrainerSaved() | GroupsSaved() as part:
                 self.saver.part(source, part)
             case SaveFailed() as failed:
@@ -294,12 +280,10 @@ class Controller(Endings):
             case ModelSaved(path, seconds):
                 self.model_saved = True
                 self.event("model_saved", f"{path} in {seconds:.1f} s", source)
-            case RankFailed(code, reason) if self.ending and source in self.trainers[1:]:
+            case RankFailed(_, reason) if self.ending and source in self.trainers[1:]:
                 self.event("rank_failed", reason, source)  # the first trainer has left their collective to save
-            case RankFailed(code, reason):
-                raise RunError(Exit(code), f"rank {source} ({role_of(source, self.config)}) {reason}")
             case _:
-                raise unusable(self.world, self.config, received)
+                super().handle(received)
 
     def group_finished(self, header: GroupFinished, arrays: dict[str, np.ndarray]) -> None:
         if header.purpose == "evaluate":

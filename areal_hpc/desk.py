@@ -12,15 +12,24 @@ from areal_hpc.activity import ActivityRecorder
 from areal_hpc.comm import Received, World
 from areal_hpc.config import Config
 from areal_hpc.exits import Exit, RunError
-from areal_hpc.messages import WeightsLoaded, WeightsSent
-from areal_hpc.preflight import RunClock, role_of, rollout_ranks, trainer_ranks
+from areal_hpc.messages import (
+    ActivityReport,
+    ClockPing,
+    ClockPong,
+    Event,
+    RankFailed,
+    Ready,
+    WeightsLoaded,
+    WeightsSent,
+)
+from areal_hpc.preflight import RunClock, role_of, rollout_ranks, trainer_ranks, unusable
 from areal_hpc.reporting import interval_arrays, num_ignored
 from areal_hpc.runlog_writer import RunLogWriter
 from areal_hpc.waiting import Backoff
 
 
 class Desk:
-    """Base of the controller; `handle` and `idle` are its own."""
+    """Base of the controllers of a run and of an evaluation, which add their own messages to `handle`, and `idle`."""
 
     def __init__(self, config: Config, world: World, clock: RunClock, log: RunLogWriter) -> None:
         self.config = config
@@ -37,10 +46,30 @@ class Desk:
         self.loaded_version = dict.fromkeys(self.rollouts, -1)
         self.progressed_s = time.monotonic()
         self.heard_s: dict[int, float] = {}
+        self.not_ready = set(range(1, world.size))
+        if config.reward.sandbox == "rlimits":
+            self.event("sandbox", "limits only: a program can read files and processes of this user (reward.sandbox)")
 
     def handle(self, received: Received) -> None:
-        """Take one message."""
-        raise NotImplementedError
+        """Take one message of those that every rank sends in every run.
+
+        Raises:
+            RunError: a rank has failed, or nobody may send this message here.
+        """
+        source = received.source
+        match received.message:
+            case ClockPing(local_s):
+                self.world.post(source, ClockPong(local_s, self.clock.now()))
+            case Ready():
+                self.not_ready.discard(source)
+            case ActivityReport():
+                self.log_activity(received.arrays, source)
+            case Event(kind, text):
+                self.event(kind, text, source)
+            case RankFailed(code, reason):
+                raise RunError(Exit(code), f"rank {source} ({role_of(source, self.config)}) {reason}")
+            case _:
+                raise unusable(self.world, self.config, received)
 
     def idle(self) -> None:
         """Called between messages while waiting; may raise."""

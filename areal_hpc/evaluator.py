@@ -28,18 +28,12 @@ from areal_hpc.examiner import Examiner
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.figuresview import show_figures
 from areal_hpc.messages import (
-    ActivityReport,
-    ClockPing,
-    ClockPong,
     Credits,
-    Event,
     GroupFinished,
     GroupRefused,
-    RankFailed,
-    Ready,
     Warned,
 )
-from areal_hpc.preflight import RunClock, role_of, unusable
+from areal_hpc.preflight import RunClock
 from areal_hpc.progress import Progress
 from areal_hpc.rundir import RunDir
 from areal_hpc.runlog_writer import RunLogWriter
@@ -69,7 +63,6 @@ class Evaluator(Desk):
         self.record = record
         self.places = Places()
         self.examiner = Examiner(self, heldout, self.places, self.evaluated, self.received)
-        self.not_ready = set(range(1, world.size))
         self.is_done = False
 
     def run(self, run_dir: RunDir) -> str:
@@ -104,10 +97,6 @@ class Evaluator(Desk):
     def handle(self, received: Received) -> None:
         source, arrays = received.source, received.arrays
         match received.message:
-            case ClockPing(local_s):
-                self.world.post(source, ClockPong(local_s, self.clock.now()))
-            case Ready():
-                self.not_ready.discard(source)
             case Credits(num_samples):
                 self.places.grant(source, num_samples)
                 self.examiner.admit()
@@ -116,16 +105,10 @@ class Evaluator(Desk):
             case GroupRefused() as header:
                 self.event("prompt_refused", header.reason, source)
                 self.examiner.refused(header)
-            case ActivityReport():
-                self.log_activity(arrays, source)
-            case Event(kind, text):
-                self.event(kind, text, source)
             case Warned(name):
                 self.asked_to_end(name, source)
-            case RankFailed(code, reason):
-                raise RunError(Exit(code), f"rank {source} ({role_of(source, self.config)}) {reason}")
             case _:
-                raise unusable(self.world, self.config, received)
+                super().handle(received)
 
     def idle(self) -> None:
         if (name := signals.take()) is not None:

@@ -49,6 +49,7 @@ from areal_hpc.preflight import (
     welcome_all,
 )
 from areal_hpc.rundir import RunDir, read_json
+from areal_hpc.sandbox.isolation import VARIABLE as SANDBOX
 from areal_hpc.waiting import Backoff
 
 log = logging.getLogger("areal_hpc")
@@ -66,6 +67,7 @@ def main(argv: list[str] | None = None) -> tuple[int, bool]:
         os.environ[name] = "1"
     run_dir = RunDir.of(arguments.attempt_dir)
     config = load_resolved(run_dir.config)
+    os.environ[SANDBOX] = config.reward.sandbox  # for the reward and tool processes of this rank
     say_what_death_means(config)
     world = World(Codec(MESSAGE_TYPES), run_dir.attempt)
     if num_expendable(config):

@@ -65,7 +65,8 @@ def probe(mode: str) -> None:
 
 
 def choose(wanted: str | None = None) -> str:
-    """The mode to use: `wanted`, else what AREAL_HPC_SANDBOX says, else the first of FULL that works.
+    """The mode to use: `wanted`, else what AREAL_HPC_SANDBOX says (set from reward.sandbox in a run), else the first of
+    FULL that works.
 
     "rlimits" is weaker and only taken when asked for by name, with a warning in the log.
 
@@ -86,5 +87,5 @@ def choose(wanted: str | None = None) -> str:
             reasons.append(str(error))
     raise SandboxError(
         f"code rewards need a sandbox and this machine offers none ({'; '.join(reasons)}). Ask for user namespaces or "
-        f"bubblewrap 0.7 or newer on the compute nodes, or accept less isolation with {VARIABLE}=rlimits"
+        f"bubblewrap 0.7 or newer on the compute nodes, or accept less isolation with reward.sandbox=rlimits"
     )

@@ -192,7 +192,7 @@ def test_two_trainers_agree_about_a_bad_batch_and_evaluate(tmp_path):
 
 
 def test_reward_ranks_score_as_the_rollout_ranks_would(tmp_path):
-    finished = simulated(tmp_path, steps=3, reward={"ranks": 2})
+    finished = simulated(tmp_path, steps=3, reward={"ranks": 2, "sandbox": "rlimits"})
     log = finished.log()
     assert log.ranks.role.tolist() == ["controller", "trainer", "rollout", "rollout", "reward", "reward"]
     for row in log.trajectories.itertuples():
@@ -200,3 +200,4 @@ def test_reward_ranks_score_as_the_rollout_ranks_would(tmp_path):
         assert row.reward == (5.0 if right else -5.0)
     busy = log.activity[log.activity.kind == "score"]
     assert set(busy["rank"]) == {4, 5}, "both take their part"
+    assert "sandbox" in set(log.events.kind), "less isolation is never silent"
