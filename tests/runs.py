@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,8 +121,10 @@ def processes_of(config: dict) -> list[str]:
     return found
 
 
-def wait_until(condition, timeout_s: float, what: str) -> None:
+def wait_until(condition, timeout_s: float, what: str | Callable[[], str]) -> None:
+    """Args: what: for the message when it does not come true; asked only then, where it is a function."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline_s, f"waited {timeout_s} s for {what}"
+        in_time = time.monotonic() < deadline_s
+        assert in_time, f"waited {timeout_s} s for {what() if callable(what) else what}"
         time.sleep(0.1)

@@ -17,6 +17,9 @@ WIDTH = 100
 PHASES = ("started", "loaded", "joined")
 """A rank runs; it has loaded the MPI library; it has come through the start of MPI."""
 
+STEP_ENDED = "Terminating"
+"""srun says so when it kills all ranks because of one."""
+
 Mark = dict[str, Any]
 
 CAUSES = (
@@ -72,8 +75,8 @@ def unfinished(
         hosts: all hosts of the allocation; empty when unknown.
         marks: what ranks said.
         ended: how srun ended, for instance "srun ended with exit code 1".
-        gave_up: the deadline ended it: the others wait for whoever is furthest behind. Otherwise those behind may have
-            been killed because of one that was further.
+        gave_up: the deadline ended it: the others wait for whoever is furthest behind. Otherwise, and once srun began to
+            end the step, those behind may have been killed because of one that was further.
         noise: last lines of everything else that was printed.
     """
     seen = [{int(m["rank"]): str(m["host"]) for m in marks if m.get("phase") == phase} for phase in PHASES]
@@ -82,7 +85,8 @@ def unfinished(
         found = [_many_worlds(num_ranks, len(seen[-1]), sizes)]
     else:
         late = list(_late(num_ranks, hosts, seen))
-        found = [replace(finding, text=f"{finding.text}: {ended}") for finding in (late[:1] if gave_up else late[-1:])]
+        waited = gave_up and not any(line.startswith("srun:") and STEP_ENDED in line for line in noise)
+        found = [replace(finding, text=f"{finding.text}: {ended}") for finding in (late[:1] if waited else late[-1:])]
     said = _said(noise)
     if said:
         advice = next((advice for pattern, advice in CAUSES if re.search(pattern, "\n".join(noise))), "")

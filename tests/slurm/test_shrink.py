@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 import yaml
@@ -38,10 +39,11 @@ def with_fault(fault: str, slurm: dict = SLURM) -> dict:
 
 def assert_went_on(job: RunJob, lost: set[int], steps: int = STEPS, batch: int = 16, eta: int = 4) -> RunLog:
     """Completed in one attempt without these ranks, every step trained, no prompt lost or twice, none too old."""
-    wait_until(lambda: job.done(force_check=True), 150, "the end of the job")
-    assert job.state == "COMPLETED", f"{job.component_states}\n{job.stdout()}"
+    wait_until(lambda: "exit_code" in job.status or len(attempts(job)) > 1, 150, lambda: told(job))
+    assert len(attempts(job)) == 1, told(job)
+    wait_until(lambda: job.done(force_check=True), 60, lambda: told(job))
+    assert job.state == "COMPLETED", told(job)
     assert job.result()["versions"] == steps
-    assert len(list(job.run_dir.glob("attempt_*"))) == 1
     log = RunLog(job.run_dir)
     assert log.steps.version_after.tolist() == list(range(1, steps + 1))
     events = log.events[log.events.kind == "rank_lost"]
@@ -56,6 +58,17 @@ def assert_went_on(job: RunJob, lost: set[int], steps: int = STEPS, batch: int =
     assert len(missing) <= (eta + 1) * batch  # at most what was running in the end
     assert trained.head_lag.max() <= eta
     return log
+
+
+def attempts(job: RunJob) -> list[Path]:
+    return sorted(job.run_dir.glob("attempt_*"))
+
+
+def told(job: RunJob) -> str:
+    """All that a run left to explain itself with."""
+    logs = [path for attempt in attempts(job) for path in sorted(attempt.rglob("*.log"))]
+    last = [f"{path}:\n" + "\n".join(path.read_text().splitlines()[-15:]) for path in logs]
+    return "\n".join([str(job.component_states), str(job.status), str(job.stdout()), *last])
 
 
 @pytest.mark.fault("rollout rank killed, the run goes on", row=1)

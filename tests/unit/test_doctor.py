@@ -248,6 +248,14 @@ def test_only_the_furthest_phase_is_to_blame_when_srun_killed_the_others():
     assert finding.text.startswith("rank 0 on a1 did not come through the start of MPI")
 
 
+def test_a_step_that_srun_cannot_end_is_no_different():
+    """srun told that it ends the step because of rank 0, and then hung until time was over."""
+    said = marks("started", range(2, 4)) + marks("loaded", range(2, 3))
+    noise = ("srun: error: a2: task 2: Exited with exit code 16", "srun: launch/slurm: _step_signal: Terminating 11.0")
+    finding, _ = why(said, gave_up=True, noise=noise)
+    assert finding.text.startswith("rank 2 on a2 did not come through the start of MPI")
+
+
 def test_those_furthest_behind_are_to_blame_when_time_is_over():
     said = marks("started", range(4)) + marks("loaded", range(1))
     [finding] = why(said, gave_up=True)
