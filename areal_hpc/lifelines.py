@@ -10,7 +10,9 @@ A host that loses its power or its network closes nothing. Sending to it does no
 
 from __future__ import annotations
 
+import fcntl
 import hmac
+import resource
 import secrets
 import select
 import socket
@@ -21,6 +23,8 @@ from contextlib import suppress
 GREETING = struct.Struct("<32sI")
 GREETING_S = 10.0
 """For a connection to say whose it is; others are closed."""
+HIGHEST_NUMBER = 65_536
+"""Of a file; the kernel's table of files grows with the highest one, 8 bytes each."""
 
 _held: list[socket.socket] = []
 
@@ -99,4 +103,17 @@ def hold_lifeline(host: str, port: int, token: str, rank: int, timeout_s: float)
     """This rank's end, open as long as the process lives. Raises OSError when the controller cannot be reached."""
     connection = socket.create_connection((host, port), timeout=timeout_s)
     connection.sendall(GREETING.pack(token.encode(), rank))
-    _held.append(connection)
+    _held.append(_closed_first(connection))
+
+
+def _closed_first(connection: socket.socket) -> socket.socket:
+    """The same connection under a number above all that MPI will open.
+
+    Linux closes the files of a dying process from the highest number down, and lets others run in between. MPI connects
+    at the first message to a peer, that is later than this line: below it, MPI's end could be gone before the line's.
+    """
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = max(0, min(allowed, HIGHEST_NUMBER) - 64)  # more than one may be held
+    number = fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, lowest)
+    connection.close()
+    return socket.socket(fileno=number)

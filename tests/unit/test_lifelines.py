@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -29,8 +30,8 @@ def lines():
     return Lifelines()
 
 
-def child(lines: Lifelines, rank: int) -> subprocess.Popen[str]:
-    words = [sys.executable, "-c", CHILD, str(lines.port), lines.token, str(rank)]
+def child(lines: Lifelines, rank: int, program: str = CHILD) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", program, str(lines.port), lines.token, str(rank)]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     return process
@@ -64,6 +65,25 @@ def test_a_killed_process_is_seen_once_and_the_others_stay(lines):
         for process in processes.values():
             process.kill()
             process.wait()
+
+
+def test_the_line_ends_before_everything_that_was_opened_after_it(lines):
+    """MPI opens connections when they are needed; none of them may end while the line still says that all is well."""
+    with socket.create_server(("127.0.0.1", 0), backlog=200) as server:
+        others = CHILD.replace(
+            "print(",
+            f"import socket\nrest = [socket.create_connection({server.getsockname()}) for _ in range(150)]\nprint(",
+        )
+        for rank in range(5):
+            process = child(lines, rank, others)
+            until_open(lines, 1)
+            accepted = [server.accept()[0] for _ in range(150)]
+            process.kill()
+            assert any(select.select(accepted, [], [], 5.0))  # one of them has ended
+            assert lines.look() == [rank]
+            process.wait()
+            for connection in accepted:
+                connection.close()
 
 
 @pytest.mark.parametrize(
