@@ -12,15 +12,17 @@ run: $(VENV)/.installed
 	$(BIN)/areal-hpc run configs/demo.yaml $(if $(run_dir),"run_dir=$(run_dir)") $(args)
 
 # Two at a time: jobs on the test cluster mostly wait, and most tests use one core only (tests/conftest.py).
+BY_TWO := -n 2 --dist loadgroup
+
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup $(args)
+	$(BIN)/python -m pytest -m "not slow" $(BY_TWO) $(args)
 
 test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --timeout=1800 $(args)
 
 # Breaks everything there is a promise about, and prints what each fault cost.
 faults: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --timeout=1800 -m fault $(args)
+	$(BIN)/python -m pytest --timeout=1800 -m fault $(BY_TWO) $(args)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check areal_hpc analysis tests
