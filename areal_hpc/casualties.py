@@ -28,7 +28,6 @@ from areal_hpc.exits import Exit, RunError
 from areal_hpc.instructions import Event, RankLost, SamplesHere
 from areal_hpc.messages import AdmitGroup, BeginStep, SamplesArrived, Stop
 from areal_hpc.preflight import RunClock, num_expendable, role_of
-from areal_hpc.progress import Progress
 from areal_hpc.runlog_writer import RunLogWriter
 from areal_hpc.saver import Saver
 from areal_hpc.survival_messages import PeerLost, Pulse, RecallBatches, Regroup, WeightsTorn
@@ -46,7 +45,6 @@ class Casualties(Desk):
     groups: dict[int, GroupRecord]
     batches: dict[int, BatchRecord]
     source: Source
-    progress: Progress
     saver: Saver
     examiner: Examiner
 

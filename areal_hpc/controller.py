@@ -84,6 +84,7 @@ class Controller(Endings):
         self.saved = saved
         rules = Rules.of(config, source.num_total)
         self.state = saved.begin(rules, source) if saved else ControllerState(rules)
+        self.first_id = self.state.next_id
         self.examiner = Examiner(self, heldout, self.state.credits, self.evaluated)
         self.groups: dict[int, GroupRecord] = {}
         self.restoring: dict[tuple[int, str], list[int]] = {}
@@ -296,6 +297,8 @@ class Controller(Endings):
         group = self.groups[header.group_id]
         group.num_prompt = header.num_prompt
         group.figures = arrays
+        if header.group_id >= self.first_id:  # those of an earlier attempt began in the middle
+            self.walltime.answered(self.clock.now() - group.admit_s)
         self.handle_event(state_machine.GroupDone(header.group_id, int(group.usable.sum()), group.num_correct))
 
     def group_refused(self, header: GroupRefused, source: int) -> None:

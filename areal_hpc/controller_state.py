@@ -105,6 +105,7 @@ class ControllerState:
         num_lost: groups that had to be generated anew for it.
         rejected: groups in `ready` or in a batch that only hold a place there: filtered and not replaced.
         empty_batches: batches of which the filter left nothing.
+        closed: the job's time is nearly over, no prompt is admitted.
     """
 
     rules: Rules
@@ -116,6 +117,7 @@ class ControllerState:
     composed: int = 0
     started: bool = False
     finished: bool = False
+    closed: bool = False
     prompts_used: int = 0
     credits: Credits = field(default_factory=Credits)
     backlog: deque[int] = field(default_factory=deque)
@@ -309,7 +311,8 @@ class ControllerState:
     def _may_admit(self) -> bool:
         rules = self.rules
         return (
-            self._has_room()
+            not self.closed
+            and self._has_room()
             and not self.backlog
             and self.counted < rules.steps * rules.batch_size
             and self._prompts_left()

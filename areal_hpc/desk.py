@@ -23,13 +23,17 @@ from areal_hpc.messages import (
     WeightsSent,
 )
 from areal_hpc.preflight import RunClock, role_of, rollout_ranks, trainer_ranks, unusable
+from areal_hpc.progress import Progress
 from areal_hpc.reporting import interval_arrays, num_ignored
 from areal_hpc.runlog_writer import RunLogWriter
 from areal_hpc.waiting import Backoff
+from areal_hpc.walltime import Stage, Walltime
 
 
 class Desk:
     """Base of the controllers of a run and of an evaluation, which add their own messages to `handle`, and `idle`."""
+
+    progress: Progress
 
     def __init__(self, config: Config, world: World, clock: RunClock, log: RunLogWriter) -> None:
         self.config = config
@@ -37,6 +41,7 @@ class Desk:
         self.clock = clock
         self.log = log
         self.log_s = 0.0
+        self.walltime = Walltime(config)
         self.activity = ActivityRecorder(clock.now)
         self.num_ignored_told = 0
         self.sent_version = -1
@@ -73,6 +78,19 @@ class Desk:
 
     def idle(self) -> None:
         """Called between messages while waiting; may raise."""
+
+    def time_is_over(self, part_s: float | None = None) -> bool:
+        """One look at the clock: whether the job has to end without having been told to.
+
+        Args:
+            part_s: the longest time a rank took for its part of the last checkpoint.
+        """
+        for text in self.walltime.look(part_s):
+            self.event("walltime", text)
+            self.progress.walltime(text)
+        if self.walltime.stage is Stage.CLOSE:
+            self.progressed_s = time.monotonic()  # without new prompts nobody waits for a step, but for the end
+        return self.walltime.stage is Stage.END
 
     def event(self, kind: str, text: str, rank: int = 0) -> None:
         self.log.event(self.clock.now(), kind, text, rank)

@@ -7,6 +7,7 @@ from typing import Any
 from areal_hpc import signals
 from areal_hpc.casualties import Casualties
 from areal_hpc.exits import Exit, RunError
+from areal_hpc.instructions import CreditsGranted
 from areal_hpc.resuming import SavedRun
 from areal_hpc.saver import groups_file
 
@@ -41,21 +42,29 @@ class Endings(Casualties):
         self.saver.poll()
         if (name := signals.take()) is not None:
             self.asked_to_end(name, self.world.rank)
+        if self.ending is None and self.time_is_over(self.saver.part_s):
+            self.end_early(f"walltime ({self.walltime.left_s:.0f} s left, no warning came)", requeue=True)
+        if self.state.closed != self.walltime.closed:
+            self.state.closed = self.walltime.closed
+            self.examiner.admit()
+            self.handle_event(CreditsGranted(self.rollouts[0], 0))  # looks at prompts again
 
     def asked_to_end(self, name: str, rank: int) -> None:
-        """A signal: save what there is, and end.
+        """A signal: save what there is, and end. Raises RunError as `end_early` does, once."""
+        if self.ending is None:
+            self.event("signal", f"{name} on rank {rank}", rank)
+            self.end_early(f"{name} on rank {rank}", requeue=name == signals.SAVE_AND_REQUEUE.name)
+
+    def end_early(self, why: str, requeue: bool) -> None:
+        """Save what there is, and end.
 
         Raises:
-            RunError: REQUEUE or INTERRUPTED, once, when all is saved or has failed.
+            RunError: REQUEUE or INTERRUPTED, when all is saved or has failed.
         """
-        if self.ending is not None:
-            return
-        self.ending = f"{name} on rank {rank}"
-        self.event("signal", self.ending, rank)
+        self.ending = why
         if self.state.started:
             self.progress.now("saving")
             self.save_now()
-        requeue = name == signals.SAVE_AND_REQUEUE.name
         saved = f"step {self.saver.saved_step} is saved" if self.saver.saved_step >= 0 else "nothing was saved"
         reason = f"stopped by {self.ending} at version {self.state.version}; {saved}"
         raise RunError(Exit.REQUEUE if requeue else Exit.INTERRUPTED, reason)

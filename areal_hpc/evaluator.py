@@ -48,6 +48,8 @@ class Evaluator(Desk):
         record: the answers of earlier attempts; takes those of this one.
     """
 
+    progress: EvaluationProgress
+
     def __init__(
         self,
         config: Config,
@@ -113,6 +115,13 @@ class Evaluator(Desk):
     def idle(self) -> None:
         if (name := signals.take()) is not None:
             self.asked_to_end(name, self.world.rank)
+        was_closed = self.walltime.closed
+        if self.time_is_over(part_s=0.0):
+            left = f"{self.walltime.left_s:.0f} s left, no warning came"
+            reason = f"stopped by walltime ({left}); {self.progress.num_answers} answers are on record"
+            raise RunError(Exit.REQUEUE, reason)
+        if was_closed and not self.walltime.closed:
+            self.examiner.admit()
 
     def asked_to_end(self, name: str, rank: int) -> None:
         """A signal: every answer is on record already, so there is nothing to save.

@@ -97,8 +97,8 @@ class Examiner:
         self.begin(version, beside_training=True)
 
     def admit(self) -> None:
-        """Ask for as many answers as there is room for."""
-        while self.current is not None:
+        """Ask for as many answers as there is room for, if there is time for them."""
+        while self.current is not None and not self.desk.walltime.closed:
             found = self.current.admit(self.credits, self.most_per_rank)
             if found is None:
                 return

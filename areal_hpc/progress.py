@@ -126,6 +126,13 @@ class Progress:
         self.write()
         self.say(f"areal-hpc: {text}")
 
+    def walltime(self, text: str) -> None:
+        """What the time that the job has left means for the run; said at once, and kept in status.json."""
+        self.status["walltime"] = [*self.status.get("walltime", []), text]
+        self.write()
+        if self.status["job_id"] is not None:
+            self.say(f"areal-hpc: walltime: {text}")
+
     def refused(self, purpose: str) -> None:
         """A prompt without an answer: it is empty or longer than rollout.max_prompt_tokens."""
         self.num_refused[purpose] += 1

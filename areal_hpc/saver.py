@@ -85,6 +85,8 @@ class Saver:
         self.saved_step = -1
         self.saved_s = now()
         self.num_failed = 0
+        self.part_s: float | None = None
+        """The longest time a rank took for its part of the last checkpoint."""
 
     # -------------------------------------------------------------------------------------------------- ordering
     def order(self, step: int) -> str:
@@ -220,6 +222,7 @@ class Saver:
             self._failed(pending.step, error.reason)
             return
         self.saved_step, self.saved_s, self.num_failed = pending.step, self.now(), 0
+        self.part_s = pending.figures["copy_s"] + pending.figures["write_s"]
         size = sum(record.num_bytes for record in pending.records)
         seconds = self.now() - pending.began_s
         still = f"ranks stood still for at most {pending.figures['copy_s']:.3f} s"

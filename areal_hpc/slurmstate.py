@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 
@@ -16,6 +17,7 @@ UNKNOWN = "UNKNOWN"
 States = dict[str, dict[str, str]]
 """Job id of the leader -> component ("0", "1", ...; "" for a plain job) -> state."""
 
+_AS_OF = re.compile(r"^Configuration data as of (\d+)$", re.MULTILINE)
 _ID = re.compile(r"(\d+)(?:\+(\d+))?$")
 
 
@@ -43,6 +45,22 @@ def parse_scontrol(text: str) -> States:
             leader, offset = fields.get("HetJobId", fields["JobId"]), fields.get("HetJobOffset")
             rows.append(f"{leader}{'' if offset is None else '+' + offset}|{fields.get('JobState', UNKNOWN)}")
     return parse_table("\n".join(rows))
+
+
+def seconds_left(job: str, config: str) -> float | None:
+    """How long a job may still run, by one clock; inf without a limit, None when nothing says so.
+
+    The component that ends first counts.
+
+    Args:
+        job: what `scontrol show job ID` prints with SLURM_TIME_FORMAT=%s.
+        config: what `scontrol show config` prints right after it; its first line has the time of Slurm's controller.
+    """
+    as_of = _AS_OF.search(config)
+    ends = re.findall(r"^\s*StartTime=\S+ EndTime=(\S+)", job, re.MULTILINE)
+    if as_of is None or not ends or not all(end.isdecimal() or end == "Unknown" for end in ends):
+        return None
+    return min((float(end) for end in ends if end != "Unknown"), default=math.inf) - float(as_of[1])
 
 
 def worst(states: Iterable[str]) -> str:

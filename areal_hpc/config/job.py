@@ -53,6 +53,9 @@ class SlurmConfig(Section):
     """Python that runs the ranks, seen from the nodes; null: the one that submits."""
     signal_s: Annotated[Whole, Field(ge=0), Unit("s")] = 120
     """So long before the time limit Slurm tells the run to save and to requeue itself; 0: never."""
+    reserve_s: Annotated[Whole, Field(ge=0), Unit("s")] | None = None
+    """If Slurm has told it nothing, the run does so by itself so long before the limit; null: as long as it takes here,
+    with a margin; 0: it never looks at its time."""
     setup: tuple[Text, ...] = ()
     """Shell lines before the ranks start, for instance `module load openmpi`."""
     srun: tuple[Text, ...] = ()

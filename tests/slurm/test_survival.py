@@ -30,6 +30,12 @@ def ends(job: RunJob) -> list[dict]:
     return [read_json(path / "end.json") for path in sorted(job.run_dir.glob("attempt_*"))]
 
 
+def seconds_left_at_start(job: RunJob) -> int:
+    """What the controller of the first attempt heard of Slurm."""
+    events = RunLog(job.run_dir, 1).events
+    return int(events[events.kind == "walltime"].text.iloc[0].removesuffix(" s left"))
+
+
 def start_again_at_once(cluster: Cluster, job: RunJob) -> None:
     """A requeued job waits two minutes before it is eligible (BeginTime); a test does not."""
 
@@ -70,11 +76,42 @@ def test_walltime(place, cluster):
     (first,) = ends(job)
     assert first["exit_code"] == Exit.REQUEUE and "SIGUSR2" in first["why_ended"] and "is saved" in first["why_ended"]
     assert first["steps_done_after"] > 0
+    assert 40 <= seconds_left_at_start(job) <= 60
     start_again_at_once(cluster, job)
     wait_until(lambda: version(job) > first["steps_done_after"], 60, "a step of the second attempt")
     job.cancel()
     log = RunLog(job.run_dir, 2)
     assert log.steps.step.iloc[0] == first["steps_done_after"] + 1
+
+
+@pytest.mark.fault("walltime, warning lost", row=8)
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "steps", "speedup"), [("het", 100, 60), ("steps", 120, 30)])
+def test_walltime_without_a_warning(place, cluster, shape, steps, speedup):
+    """Nobody tells the run that its minute is over, and it saves and requeues itself; the next attempt finishes.
+
+    In one allocation the limit is put off by a minute meanwhile, and the run uses it.
+    """
+    slurm = (HET if shape == "het" else {"shape": "steps", "mpi": "pmi2"}) | {"minutes": 1, "signal_s": 0}
+    job = submit(simulated(place, slurm=slurm), LONG | {"steps": steps, "simulation.speedup": speedup, "checkpoint.every_s": None})
+    wait_until(lambda: version(job) >= 1, 60, "the first step")
+    assert "--signal" not in job.paths.submission_file.read_text()
+    if shape == "steps":
+        cluster.run(["scontrol", "update", f"jobid={job.job_id}", "TimeLimit=2"])
+    wait_until(lambda: read_json(place / "run/attempt_1/end.json"), 110, "the end of the first attempt")
+    (first,) = ends(job)
+    reached, log = first["steps_done_after"], RunLog(job.run_dir, 1)
+    assert first["exit_code"] == Exit.REQUEUE and "no warning came" in first["why_ended"], first
+    assert f"step {reached} is saved" in first["why_ended"] and 0 < reached < steps
+    told = log.events[log.events.kind == "walltime"].text.tolist()
+    assert ["no new prompts" in text for text in told].count(True) == 1 and "no warning came" in told[-1], told
+    assert any("was changed" in text for text in told) == (shape == "steps"), told
+    for number in range(len(cluster.states(job.job_id))):
+        cluster.run(["scontrol", "update", f"jobid={int(job.job_id) + number}", "TimeLimit=5"])
+    start_again_at_once(cluster, job)
+    assert_whole(job, steps, 2)
+    assert RunLog(job.run_dir, 2).steps.step.iloc[0] == reached + 1
+    assert "no new prompts" in (job.stdout() or "")
 
 
 @pytest.mark.fault("preemption", row=9)

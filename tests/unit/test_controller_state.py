@@ -65,6 +65,20 @@ def test_eta_0_is_synchronous():
     assert state.handle(BatchTrained(skipped=False)) == [Announce(1), Admit(2, 5, 1), Admit(3, 5, 1)]
 
 
+def test_when_the_time_is_nearly_over_only_new_prompts_wait():
+    """What an earlier attempt began is taken up, what is finished is trained."""
+    saved = {"step": 1, "version": 1, "next_id": 4, "prompts_used": 4, "left": {}, "group_ids": [2, 3]}
+    state = ControllerState.resume(machine(max_staleness=1).rules, saved, validate=True)
+    state.closed = True
+    state.handle(CreditsGranted(5, 100))
+    assert state.handle(Start()) == [Restore(2, 5), Restore(3, 5)]
+    done(state, 2)
+    assert done(state, 3) == [Compose(2, (2, 3))]
+    assert state.handle(BatchTrained(skipped=False)) == [Announce(2)]
+    state.closed = False
+    assert admitted(state.handle(CreditsGranted(5, 0))) == [4, 5]
+
+
 @pytest.mark.parametrize("eta, expected", [(0, 2), (1, 4), (4, 10)])
 def test_outstanding_is_at_most_eta_plus_1_batches(eta, expected):
     _, out = started({5: 1000}, max_staleness=eta, steps=100)

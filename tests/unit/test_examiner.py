@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ class FakeDesk:
     events: list[tuple[str, str]] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     flushes: int = 0
+    walltime: Any = field(default_factory=lambda: SimpleNamespace(closed=False))
 
     @property
     def world(self):
@@ -202,3 +204,15 @@ def test_what_a_lost_rank_was_asked_is_asked_of_the_others():
     again = hall.asked()
     lost = [message.group_id for rank, message in asked if rank == 3]
     assert [message.group_id for _, message in again] == lost and {rank for rank, _ in again} == {4}
+
+
+def test_nothing_is_asked_when_the_time_of_the_job_is_nearly_over():
+    """A held-out answer that is cut off would be lost."""
+    hall = Hall(share=1.0)
+    hall.desk.walltime.closed = True
+    hall.examiner.new_version(2)
+    assert hall.examiner.current is not None and hall.asked() == []
+    hall.desk.walltime.closed = False
+    hall.examiner.admit()
+    hall.answer_all()
+    assert hall.done == [2]

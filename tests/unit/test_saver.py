@@ -80,6 +80,7 @@ def test_a_checkpoint_is_due_after_its_time_and_complete_with_all_parts(bench):
     assert found.step == 3 and found.attempt == 2 and found.facts == FACTS
     assert read_json(found.path / "controller.json") == {"version": 3, "groups": [[7, "p7", "groups_0002.safetensors"]]}
     assert bench.saver.saved_step == 3 and bench.events[-1][0] == "checkpoint"
+    assert bench.saver.part_s == pytest.approx(0.6)  # of the rollout ranks' write and the trainer's copy
     assert bench.saver.order(4) == ""
     bench.clock += 10
     assert bench.saver.order(5)
