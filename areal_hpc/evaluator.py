@@ -89,6 +89,7 @@ class Evaluator(Desk):
 
     def received(self, answer: Answer) -> None:
         self.record.append(answer)
+        self.walltime.answered(answer.finish_s - answer.start_s)
         self.progressed_s = time.monotonic()
         self.progress.received(answer)
 
