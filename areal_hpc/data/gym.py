@@ -60,9 +60,9 @@ def _unusable(entries: Any, entry: dict[str, Any]) -> str:
         return f"its scorer fails at its own problem: {type(error).__name__}: {error}"
     try:
         got = entries.score_answer(answer, _plain(entry))
+        return "" if got >= expected else f"{too_much}: it gives the right answer {got} instead of {expected}"
     except Exception as error:
         return f"{too_much}: {type(error).__name__}: {error}"
-    return "" if got >= expected else f"{too_much}: it gives the right answer {got} instead of {expected}"
 
 
 def made(entry: Mapping[str, Any], name: str) -> Made:
