@@ -298,7 +298,7 @@ class Trained(Message):
 
 # ------------------------------------------------------------------------------------------- upkeep and the end
 class ActivityReport(Message):
-    """Any rank -> controller, about once a second: what it did. Also a sign of life.
+    """Any rank -> controller, about once a second, and before Farewell: what it did. Also a sign of life.
 
     Arrays [n]: kind (code of logschema), start_s, stop_s.
     """

@@ -2,9 +2,10 @@
 
     python -m areal_hpc.rank RUN/attempt_N [--component head|trainer|rollout|reward]
 
-How a rank ends. Healthy: the controller sends Stop, the rank answers Farewell and finalizes MPI. A failure on any
-rank goes to the controller as RankFailed; the controller writes down why, sends Stop to all, and returns the exit
-code. Whoever does not answer within `deadlines.exit_s` (stuck in a collective, say) is ended by MPI_Abort.
+How a rank ends. Healthy: the controller sends Stop, the rank reports what it did up to then, answers Farewell and
+finalizes MPI; the run log is closed after the farewells. A failure on any rank goes to the controller as RankFailed;
+the controller writes down why, sends Stop to all, and returns the exit code. Whoever does not answer within
+`deadlines.exit_s` (stuck in a collective, say) is ended by MPI_Abort.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from areal_hpc import signals
 from areal_hpc.attempts import BEGIN, End, write_end
 from areal_hpc.backends import reward_compute, rollout_compute, trainer_compute
 from areal_hpc.codec import Codec
-from areal_hpc.comm import World
+from areal_hpc.comm import Received, World
 from areal_hpc.config import Config, load_resolved
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.lifelines import Lifelines
 from areal_hpc.messages import MESSAGE_TYPES, Farewell, Hello, RankFailed, Stop, Welcome
 from areal_hpc.mpi_start import LastWill, make_will
+from areal_hpc.openlog import OpenLog
 from areal_hpc.ownership import held_by, release, still_ours
 from areal_hpc.placement import is_bound, narrow
 from areal_hpc.preflight import (
@@ -51,6 +53,9 @@ from areal_hpc.preflight import (
 from areal_hpc.rundir import RunDir, read_json
 from areal_hpc.sandbox.isolation import VARIABLE as SANDBOX
 from areal_hpc.waiting import Backoff
+
+if TYPE_CHECKING:
+    from areal_hpc.desk import Desk
 
 log = logging.getLogger("areal_hpc")
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
@@ -133,9 +138,9 @@ def run_controller(config: Config, world: World, run_dir: RunDir) -> int:
     progress = kind(
         run_dir, config.name, config.steps, os.getpid(), socket.gethostname(), lambda line: print(line, flush=True)
     )
-    code, why = Exit.DONE, ""
+    code, why, open_log = Exit.DONE, "", OpenLog()
     try:
-        why = (control_evaluation if config.is_evaluation else control)(config, world, run_dir, progress)
+        why = (control_evaluation if config.is_evaluation else control)(config, world, run_dir, progress, open_log)
     except Exception as error:
         log.exception("the run ends here")
         failure = as_run_error(error)
@@ -143,7 +148,9 @@ def run_controller(config: Config, world: World, run_dir: RunDir) -> int:
     state = {Exit.DONE: "done", Exit.INTERRUPTED: "interrupted", Exit.REQUEUE: "requeued"}.get(code, "failed")
     progress.ended(state, why, int(code))
     close_attempt(run_dir, progress.status)
-    silent = say_farewell(world, Stop(why, code == Exit.DONE and world.whole, world.whole), config.deadlines.exit_s / 2)
+    stop = Stop(why, code == Exit.DONE and world.whole, world.whole)
+    with open_log:
+        silent = say_farewell(world, stop, config.deadlines.exit_s / 2, open_log.take)
     if silent:
         log.error("no farewell from ranks %s: aborting", silent)
         world.abort(int(code) or int(Exit.DEADLINE))
@@ -170,15 +177,14 @@ def close_attempt(run_dir: RunDir, status: dict[str, Any]) -> None:
         release(held)
 
 
-def control(config: Config, world: World, run_dir: RunDir, progress: Any) -> str:
-    """Run the controller with everything it owns; returns why the run ended."""
+def control(config: Config, world: World, run_dir: RunDir, progress: Any, open_log: OpenLog) -> str:
+    """Run the controller with everything it owns; returns why the run ended. The log stays open."""
     from areal_hpc.bookkeeping import rank_rows
     from areal_hpc.checkpoint import Checkpoints
     from areal_hpc.controller import Controller
     from areal_hpc.data.reading import read_train
     from areal_hpc.heldout import read_sets
     from areal_hpc.resuming import SavedRun
-    from areal_hpc.runlog_writer import RunLogWriter
     from areal_hpc.saver import Saver
 
     checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint.keep)
@@ -193,44 +199,41 @@ def control(config: Config, world: World, run_dir: RunDir, progress: Any) -> str
     source, bad_lines = read_train(config)
     heldout, bad_heldout = read_sets(config)
     bad_lines += bad_heldout
-    with RunLogWriter(run_dir.run_log, attributes=facts(config, run_dir, world), tokens=config.log.tokens) as run_log:
-        run_log.ranks(rank_rows(hellos))
-        claim = held_by(run_dir.root, run_dir.attempt)
-        is_ours = (lambda: still_ours(claim)) if claim else (lambda: True)
+    run_log = open_log.create(run_dir.run_log, facts(config, run_dir, world), tokens=config.log.tokens)
+    run_log.ranks(rank_rows(hellos))
+    claim = held_by(run_dir.root, run_dir.attempt)
+    is_ours = (lambda: still_ours(claim)) if claim else (lambda: True)
 
-        def event(kind: str, text: str) -> None:
-            run_log.event(clock.now(), kind, text)
+    def event(kind: str, text: str) -> None:
+        run_log.event(clock.now(), kind, text)
 
-        saver = Saver(config, world, checkpoints, event, trusted, is_ours)
-        controller = Controller(config, world, clock, run_log, source, heldout, progress, saver, saved)
-        controller.hosts = {rank: hello.host for rank, hello in enumerate(hellos)}
-        for kind, notes in (("note", resuming.get("notes", ())), ("bad_line", bad_lines)):
-            for note in notes:
-                controller.event(kind, note)
-        progress.left_out(len(bad_lines))
-        return to_the_end(controller.run, event, hellos, config)
+    saver = Saver(config, world, checkpoints, event, trusted, is_ours)
+    controller = open_log.desk = Controller(config, world, clock, run_log, source, heldout, progress, saver, saved)
+    controller.hosts = {rank: hello.host for rank, hello in enumerate(hellos)}
+    for kind, notes in (("note", resuming.get("notes", ())), ("bad_line", bad_lines)):
+        for note in notes:
+            controller.event(kind, note)
+    progress.left_out(len(bad_lines))
+    return to_the_end(controller.run, controller, hellos, config)
 
 
-def control_evaluation(config: Config, world: World, run_dir: RunDir, progress: Any) -> str:
-    """Run the evaluator with everything it owns; returns why it ended."""
+def control_evaluation(config: Config, world: World, run_dir: RunDir, progress: Any, open_log: OpenLog) -> str:
+    """Run the evaluator with everything it owns; returns why it ended. The log stays open."""
     from areal_hpc.answers import AnswerFile
     from areal_hpc.bookkeeping import rank_rows
     from areal_hpc.evaluator import Evaluator
     from areal_hpc.heldout import read_sets, settings_of
-    from areal_hpc.runlog_writer import RunLogWriter
 
     clock, hellos = welcome_all(world, config)
     heldout, bad_lines = read_sets(config)
-    with (
-        AnswerFile(run_dir.root, settings_of(config, heldout)) as record,
-        RunLogWriter(run_dir.run_log, attributes=facts(config, run_dir, world)) as run_log,
-    ):
+    with AnswerFile(run_dir.root, settings_of(config, heldout)) as record:
+        run_log = open_log.create(run_dir.run_log, facts(config, run_dir, world))
         run_log.ranks(rank_rows(hellos))
-        evaluator = Evaluator(config, world, clock, run_log, heldout, progress, record)
+        evaluator = open_log.desk = Evaluator(config, world, clock, run_log, heldout, progress, record)
         for note in bad_lines:
             evaluator.event("bad_line", note)
         progress.left_out(len(bad_lines))
-        return to_the_end(lambda: evaluator.run(run_dir), evaluator.event, hellos, config)
+        return to_the_end(lambda: evaluator.run(run_dir), evaluator, hellos, config)
 
 
 def facts(config: Config, run_dir: RunDir, world: World) -> dict[str, Any]:
@@ -246,20 +249,20 @@ def facts(config: Config, run_dir: RunDir, world: World) -> dict[str, Any]:
     }
 
 
-def to_the_end(
-    run: Callable[[], str], event: Callable[[str, str], None], hellos: Sequence[Hello], config: Config
-) -> str:
-    """Call `run`; why it ended, or failed, is the last event of the log."""
+def to_the_end(run: Callable[[], str], desk: Desk, hellos: Sequence[Hello], config: Config) -> str:
+    """Call `run`; why it ended, or failed, is the last event of the log but for what ranks tell after Stop."""
     try:
         why = run()
     except Exception as error:
         failure = as_run_error(error)
         if failure.code == Exit.DEADLINE:
             dump_stacks(hellos)
-        event("ended", failure.reason)
+        desk.event("ended", failure.reason)
+        desk.flush()
         raise
     why = f"simulated: {why}" if config.is_simulated else why
-    event("ended", why)
+    desk.event("ended", why)
+    desk.flush()
     return why
 
 
@@ -275,8 +278,8 @@ def dump_stacks(hellos: Sequence[Hello]) -> None:
             os.kill(pid, signal.SIGUSR1)
 
 
-def say_farewell(world: World, stop: Stop, timeout_s: float) -> list[int]:
-    """Send `stop` to every rank and collect their farewells; returns the ranks that stayed silent."""
+def say_farewell(world: World, stop: Stop, timeout_s: float, take: Callable[[Received], None]) -> list[int]:
+    """Send `stop` to every rank and collect their farewells; `take` gets what comes before. The silent ones."""
     silent = set(range(1, world.size)) - set(world.lost)
     for rank in silent:
         world.post(rank, stop)
@@ -288,6 +291,8 @@ def say_farewell(world: World, stop: Stop, timeout_s: float) -> list[int]:
             pause.sleep()
         elif isinstance(received.message, Farewell):
             silent.discard(received.source)
+        else:
+            take(received)
     return sorted(silent)
 
 

@@ -53,6 +53,7 @@ class RewardRank:
                 reason = f"reward rank {self.world.rank} heard nothing for {silence_s:.0f} s"
                 raise RunError(Exit.DEADLINE, reason)
             pause.sleep()
+        self.reporter.send()
         return self.healthy_end
 
     def handle_messages(self) -> bool:

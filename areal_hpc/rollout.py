@@ -107,6 +107,7 @@ class Rollout:
                 reason = f"rollout rank {self.world.rank} heard nothing from the controller for {silence_s:.0f} s"
                 raise RunError(Exit.DEADLINE, reason)
             pause.sleep()
+        self.reporter.send()
         return self.healthy_end
 
     # ------------------------------------------------------------------------------------------------ decoding

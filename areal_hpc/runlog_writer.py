@@ -7,7 +7,9 @@ sees half a row. Columns grow in whole chunks; after a clean close they are as l
 
 Single writer, many readers (SWMR): the file can be read while it is written, and survives the death of the writer
 with all rows of finished flushes. A flush hands data to the operating system; it does not wait for the disk, so a
-power failure of the node may cost more.
+power failure of the node may cost more. A kill can tear a write between two pages of the file, and a torn block of
+HDF5's own tables would make a whole column unreadable, so the file is laid out in pages that no such block crosses.
+One sort is larger than a page: index blocks behind the first 8176 chunks of a column (8 million samples).
 
 Full disk: space is reserved before HDF5 is asked to write, so that a refusal is recoverable. HDF5 2.0 itself is not:
 after a write that failed for want of space it goes on without an error, and chunks written later are lost.
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 Rows = Mapping[str, Sequence[Any] | NDArray[Any]]
 FORMAT = "areal_hpc run log"
 SPARE_BYTES = 8 * 2**20  # reserved beyond the rows; half of it is more than HDF5's own tables grow in one flush
+PAGE_BYTES = 4096  # of the operating system, or a part of one of its pages
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -76,11 +79,12 @@ class RunLogWriter:
         self.path = Path(path)
         self._tables = {t.name: _TableWriter(t) for t in logschema.TABLES + (logschema.TOKEN_TABLES if tokens else ())}
         _check_attributes(attributes)
-        self._reserved = 0
         self._broken: Exception | None = None
         try:
             _claim(self.path)
-            self._file = h5py.File(self.path, "w", libver="latest", locking=False)
+            self._file = h5py.File(
+                self.path, "w", libver="latest", locking=False, fs_strategy="page", fs_page_size=PAGE_BYTES
+            )
             self._num_rows = self._create(attributes)
             self._file.swmr_mode = True
         except OSError as error:
@@ -183,16 +187,17 @@ class RunLogWriter:
 
     def _reserve(self, num_bytes: int) -> None:
         """Have the file system set aside room for `num_bytes` more, or raise RunLogError with nothing touched."""
-        used = self._file.id.get_filesize()
-        if used + num_bytes + SPARE_BYTES // 2 <= self._reserved:
+        if not num_bytes:
+            return
+        file, used = self._file.id.get_vfd_handle(), self._file.id.get_filesize()
+        if used + num_bytes + SPARE_BYTES // 2 <= os.fstat(file).st_size:  # a flush may cut what was reserved before
             return
         try:
-            os.posix_fallocate(self._file.id.get_vfd_handle(), used, num_bytes + SPARE_BYTES)
+            os.posix_fallocate(file, used, num_bytes + SPARE_BYTES)
         except OSError as error:
             if error.errno in NO_SPACE:
                 raise self._refused(error, "The next flush tries again") from error
-            return  # a file system without reservations
-        self._reserved = used + num_bytes + SPARE_BYTES
+            # else a file system without reservations
 
     def _append(self, tables: Sequence[_TableWriter]) -> None:
         for table in tables:

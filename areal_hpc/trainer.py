@@ -144,6 +144,7 @@ class Trainer:
         except LeaveStep as leave:
             self.begin_saving(max(leave.order.step, self.step), leave.order.path)
             self.wait_for(lambda: False, "idle", self.config.deadlines.silence_s, "the end of the run")
+        self.reporter.send()
         return self.healthy_end
 
     def train(self) -> None:

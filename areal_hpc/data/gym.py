@@ -44,18 +44,25 @@ def read(source: ExamplesConfig, size: int | None = None) -> Iterator[Row]:
         except Exception as error:  # whatever a generator may raise
             yield Row(number, place, None, f"could not be made: {type(error).__name__}: {error}")
             continue
-        if number == 1 and not _survives(entries, entry):
-            raise DatasetError([f"{source.path}: its scorer needs more than JSON can carry to a reward process"])
+        if number == 1 and (why := _unusable(entries, entry)):
+            raise DatasetError([f"{source.path}: {why}"])
         yield Row(number, place, entry)
 
 
-def _survives(entries: Any, entry: dict[str, Any]) -> bool:
-    """The scorer thinks as well of the right answer when the problem has been JSON in between."""
+def _unusable(entries: Any, entry: dict[str, Any]) -> str:
+    """Why its scorer cannot be used, or "": it has to think as well of the right answer to a problem that has been
+    JSON in between."""
+    too_much = "its scorer needs more than JSON can carry to a reward process"
     try:
         answer = entry["answer"]
-        return bool(entries.score_answer(answer, _plain(entry)) >= entries.score_answer(answer, entry))
-    except Exception:
-        return False
+        expected = entries.score_answer(answer, entry)
+    except Exception as error:  # whatever a scorer may raise
+        return f"its scorer fails at its own problem: {type(error).__name__}: {error}"
+    try:
+        got = entries.score_answer(answer, _plain(entry))
+        return "" if got >= expected else f"{too_much}: it gives the right answer {got} instead of {expected}"
+    except Exception as error:
+        return f"{too_much}: {type(error).__name__}: {error}"
 
 
 def made(entry: Mapping[str, Any], name: str) -> Made:

@@ -87,7 +87,7 @@ def test_exception_on_one_rank(fault, where, tiny_dir, tmp_path):
     assert "Traceback" not in finished.stderr
     assert "Traceback" in finished.rank_logs()
     assert finished.status["state"] == "failed" and finished.status["why_ended"] in line
-    assert "InjectedFault" in finished.log().events.text.iloc[-1]
+    assert "InjectedFault" in finished.log().events.query("kind == 'ended'").text.item()
     assert processes_of(config) == []
 
 

@@ -80,6 +80,7 @@ def test_a_process_killed_on_a_reward_rank_costs_nothing_and_nothing_is_left(bot
     assert replaced["rank"].tolist() == [3] and replaced.text.iloc[0].startswith("1 replaced so far")
     assert (log.trajectories.reward.abs() == 5).all(), "the answer was scored again"
     assert log.ranks.role.tolist() == ["controller", "trainer", "rollout", "reward"]
+    assert log.activity.query("rank == 3 and kind == 'score'").shape[0] > 0
     assert apart.summary["why_ended"] == "last step reached" and processes_of(config) == []
 
 

@@ -130,6 +130,8 @@ def test_the_log_tells_what_every_rank_did(asynchronous):
     assert set(log.activity["rank"]) == {0, 1, 2, 3}
     for _, intervals in log.activity.groupby("rank"):
         assert (intervals.stop_s.to_numpy()[:-1] <= intervals.start_s.to_numpy()[1:] + 1e-9).all()
+    (ended_s,) = log.events.query("kind == 'ended'").time_s
+    assert log.activity.groupby("rank").stop_s.max().min() > ended_s - 0.05, "up to Stop, not to a second before"
     assert sorted(log.weight_updates.version) == list(range(9))
     loads = log.weight_loads
     assert (loads.pause_s > 0).all() and loads.interrupted.sum() > 0

@@ -369,13 +369,37 @@ def test_a_generator_makes_the_same_problems_every_time() -> None:
         ("chain_summ", {}, "no such generator; there are "),
         ("chain_sum", {"terms": 3}, "does not take these options: .*terms"),
         ("chain_sum", {"min_terms": 5, "max_terms": 2}, "does not take these options"),
-        ("arc_agi", {}, "needs more than JSON can carry"),
+        ("arc_agi", {}, "needs more than JSON can carry .*: it gives the right answer 0.05 instead of 1.0"),
     ],
 )
 def test_generators_that_cannot_be_used(path: str, options: dict[str, Any], reason: str) -> None:
     pytest.importorskip("reasoning_gym", reason="the extra gym is not installed")
     with pytest.raises(DatasetError, match=f"reasoning-gym:{path}: .*{reason}"):
         read_prompts(SourceConfig(path=f"reasoning-gym:{path}", size=2, options=options), PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("of_json", "reason"),
+    [
+        (False, "its scorer fails at its own problem: ZeroDivisionError: no terms"),
+        (True, "its scorer needs more than JSON can carry to a reward process: ZeroDivisionError: no terms"),
+    ],
+)
+def test_what_a_scorer_raises_is_told(of_json: bool, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("reasoning_gym", reason="the extra gym is not installed")
+    from reasoning_gym.factory import DATASETS
+
+    def fails(self: Any, answer: str, entry: dict[str, Any]) -> float:
+        if isinstance(entry["metadata"]["pair"], list) is of_json:
+            raise ZeroDivisionError("no terms")
+        return 1.0
+
+    kind = DATASETS["chain_sum"][0]
+    problem = {"question": "1 + 1", "answer": "2", "metadata": {"pair": (1, 1)}}
+    monkeypatch.setattr(kind, "__getitem__", lambda self, number: problem)
+    monkeypatch.setattr(kind, "score_answer", fails)
+    with pytest.raises(DatasetError, match=f"^reasoning-gym:chain_sum: {reason}$"):
+        read_prompts(SourceConfig(path="reasoning-gym:chain_sum", size=2), PLAIN)
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

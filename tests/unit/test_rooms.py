@@ -21,7 +21,8 @@ FLOORS = [
     engines
     checkpoint checkpoint_files ownership attempts preflight reporting rollout_state group_files bookkeeping
     answers scorecard heldout evaluation examiner figuresview
-    progress simulation backends hetjob desk casualties endings saver resuming workflows sandbox verifiers""",
+    progress simulation backends hetjob desk casualties endings saver resuming workflows sandbox verifiers
+    openlog""",
     "controller evaluator trainer rollout reward_rank",
     "rank evaluate attempt verdict launch liveview check export submission sweep cli demo bench doctor",
 ]
