@@ -233,7 +233,7 @@ WEIGHT_LOADS = Table(
 ACTIVITY = Table(
     "activity",
     "What every rank did when: intervals of one rank never overlap.",
-    1024,
+    8192,
     (
         Column("rank", "i4", "rank", "world rank"),
         Column("kind", "u1", "code", "what it did", Activity.labels()),

@@ -9,7 +9,8 @@ Single writer, many readers (SWMR): the file can be read while it is written, an
 with all rows of finished flushes. A flush hands data to the operating system; it does not wait for the disk, so a
 power failure of the node may cost more. A kill can tear a write between two pages of the file, and a torn block of
 HDF5's own tables would make a whole column unreadable, so the file is laid out in pages that no such block crosses.
-One sort is larger than a page: index blocks behind the first 8176 chunks of a column (8 million samples).
+One sort is larger than a page: index blocks behind the first 8176 chunks of a column (8 million samples, 67 million
+intervals of ranks).
 
 Full disk: space is reserved before HDF5 is asked to write, so that a refusal is recoverable. HDF5 2.0 itself is not:
 after a write that failed for want of space it goes on without an error, and chunks written later are lost.

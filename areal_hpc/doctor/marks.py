@@ -75,7 +75,7 @@ def unfinished(
         hosts: all hosts of the allocation; empty when unknown.
         marks: what ranks said.
         ended: how srun ended, for instance "srun ended with exit code 1".
-        gave_up: the deadline ended it: the others wait for whoever is furthest behind. Otherwise, and once srun began to
+        gave_up: the deadline ended it: the others wait for whoever is furthest behind. Otherwise, or once srun began to
             end the step, those behind may have been killed because of one that was further.
         noise: last lines of everything else that was printed.
     """
