@@ -17,6 +17,8 @@ from areal_hpc.rundir import read_json
 from areal_hpc.runlog import RunLog
 
 TESTS = Path(__file__).parent
+SYNCHRONOUS = {"mode": "sync", "steps": 8, "seed": 3, "trainer": {"minibatches": 2}}
+"""Sections of a run whose losses are the same every time (fixture `synchronous` of tests/mpi)."""
 
 
 def tiny_config(tiny: Path, run_dir: Path, **sections) -> dict:

@@ -15,7 +15,7 @@ from areal_hpc.exits import Exit
 from areal_hpc.models import load_model, named_weights
 from areal_hpc.runlog import RunLog
 from tests import runs
-from tests.runs import tiny_config, wait_until
+from tests.runs import SYNCHRONOUS, tiny_config, wait_until
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 OFTEN = {"checkpoint": {"every_s": 0.001}, "evaluation": {"at_start": False, "at_end": False}}
@@ -47,21 +47,34 @@ def assert_nothing_lost(logs: list[RunLog], steps: int, batch: int, group: int) 
     assert prompts.is_unique  # fewer groups than prompts in the file: within an epoch none comes twice
 
 
-def test_the_losses_are_those_of_a_run_that_never_stopped(tiny_dir, tmp_path):
-    """Staleness 0; the controller is killed without warning, so that the last checkpoint counts."""
-    sections = OFTEN | {"mode": "sync", "steps": 6, "trainer": {"minibatches": 2}}
-    whole = tiny_config(tiny_dir, tmp_path / "whole", **sections)
-    runs.run(whole).assert_done()
-    parts = tiny_config(tiny_dir, tmp_path / "parts", **sections)
-    assert stop_at(parts, 3, signal.SIGKILL).returncode != 0
-    runs.run(parts).assert_done()
-    expected = RunLog(whole["run_dir"]).steps
-    first, second = (log.steps for log in attempts(parts, 1, 2))
-    got = pd.concat([first, second]).drop_duplicates("step", keep="last")
-    assert second.step.iloc[0] > 1 and got.step.tolist() == expected.step.tolist()
+@pytest.mark.fault("damaged checkpoint, whole run", row=14)
+def test_after_a_kill_the_newest_whole_checkpoint_counts_and_losses_are_as_if_never_stopped(
+    synchronous, tiny_dir, tmp_path
+):
+    """Staleness 0. The controller is killed without warning, and the checkpoint it wrote last is damaged."""
+    config = tiny_config(tiny_dir, tmp_path / "run", **OFTEN | SYNCHRONOUS)
+    assert stop_at(config, 4, signal.SIGKILL).returncode != 0
+    saved = sorted((tmp_path / "run/checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
+    before, newest = saved[-2:]
+    with (newest / "trainer.safetensors").open("r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        file.write(b"\xff")
+    done = runs.run(config)
+    done.assert_done()
+    assert f"{newest.name}: trainer.safetensors" in done.stderr
+    logs = attempts(config, 1, 2)
+    assert any(newest.name in text for text in logs[1].events.text)
+    assert logs[1].steps.step.iloc[0] == int(before.name.split("_")[1]) + 1 > 1
+    assert_nothing_lost(logs, steps=8, batch=4, group=4)
+    expected = synchronous[1].log().steps
+    got = pd.concat([log.steps for log in logs]).drop_duplicates("step", keep="last")
+    assert got.step.tolist() == expected.step.tolist()
     np.testing.assert_allclose(got.loss, expected.loss, rtol=0, atol=2e-6)
     np.testing.assert_allclose(got.grad_norm, expected.grad_norm, rtol=1e-4)
     assert got.response_tokens.tolist() == expected.response_tokens.tolist()
+    assert export.main([str(tmp_path / "run"), str(tmp_path / "exported"), "--step", "8"]) == 0
+    trained, exported = (named_weights(load_model(tmp_path / name)) for name in ("run/model", "exported"))
+    assert trained.keys() == exported.keys() and all(trained[name].equal(exported[name]) for name in trained)
 
 
 @pytest.mark.fault("walltime or preemption signal to one rank", row=8)
@@ -86,27 +99,6 @@ def test_a_warning_to_any_rank_saves_and_another_number_of_ranks_goes_on(tiny_di
     assert "groups_restored" in set(logs[1].events.kind)
     assert_nothing_lost(logs, steps=8, batch=4, group=4)
     assert runs.processes_of(second) == []
-
-
-@pytest.mark.fault("damaged checkpoint, whole run", row=14)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tiny_dir, tmp_path):
-    config = tiny_config(tiny_dir, tmp_path / "run", **OFTEN | {"steps": 8})
-    stop_at(config, 4, signal.SIGKILL)
-    saved = sorted((tmp_path / "run/checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
-    before, newest = saved[-2:]
-    with (newest / "trainer.safetensors").open("r+b") as file:
-        file.seek(-5, os.SEEK_END)
-        file.write(b"\xff")
-    done = runs.run(config)
-    done.assert_done()
-    assert f"{newest.name}: trainer.safetensors" in done.stderr
-    logs = attempts(config, 1, 2)
-    assert any(newest.name in text for text in logs[1].events.text)
-    assert logs[1].steps.step.iloc[0] == int(before.name.split("_")[1]) + 1
-    assert_nothing_lost(logs, steps=8, batch=4, group=4)
-    assert export.main([str(tmp_path / "run"), str(tmp_path / "exported"), "--step", "8"]) == 0
-    trained, exported = (named_weights(load_model(tmp_path / name)) for name in ("run/model", "exported"))
-    assert trained.keys() == exported.keys() and all(trained[name].equal(exported[name]) for name in trained)
 
 
 @pytest.mark.fault("two starts in one run directory", row=23)

@@ -8,24 +8,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.reference_loop import reference_losses
-from tests.runs import run, tiny_config
+from tests.runs import SYNCHRONOUS, processes_of, run, tiny_config
 
 pytestmark = pytest.mark.mpi
 
 
 def weights_of(directory):
     return load_file(directory / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def synchronous(tiny_dir, tmp_path_factory):
-    """staleness 0, one rollout and one trainer rank, two minibatches."""
-    config = tiny_config(
-        tiny_dir, tmp_path_factory.mktemp("sync") / "run", mode="sync", steps=4, seed=3, trainer={"minibatches": 2}
-    )
-    finished = run(config)
-    finished.assert_done()
-    return config, finished
 
 
 def test_staleness_0_equals_a_plain_single_process_loop(synchronous):
@@ -46,16 +35,9 @@ def test_staleness_0_trains_only_on_the_newest_version(synchronous):
 
 
 def test_two_trainer_and_two_rollout_ranks_make_the_same_update(synchronous, tiny_dir, tmp_path):
-    config, finished = synchronous
-    more = tiny_config(
-        tiny_dir,
-        tmp_path / "run",
-        mode="sync",
-        steps=4,
-        seed=3,
-        trainer={"minibatches": 2, "ranks": 2},
-        rollout={"ranks": 2},
-    )
+    _, finished = synchronous
+    ranks = {"trainer": SYNCHRONOUS["trainer"] | {"ranks": 2}, "rollout": {"ranks": 2}}
+    more = tiny_config(tiny_dir, tmp_path / "run", **SYNCHRONOUS | ranks)
     twice = run(more)
     twice.assert_done()
     for name, tensor in weights_of(finished.run_dir / "model").items():
@@ -123,6 +105,7 @@ def test_replay_of_the_log_proves_the_staleness_bound(asynchronous):
     assert (consumed.head_lag >= 0).all()
     assert consumed.head_lag.max() >= 1, "an asynchronous run that is never stale proves nothing"
     assert consumed.group_id.is_unique
+    assert processes_of(config) == [], "the last step came in the middle of everything"
 
 
 def test_the_log_tells_what_every_rank_did(asynchronous):
@@ -139,23 +122,8 @@ def test_the_log_tells_what_every_rank_did(asynchronous):
     assert (log.trajectories.finish_s >= log.trajectories.start_s).all()
 
 
-def test_strict_order_never_exceeds_the_limit(tiny_dir, tmp_path):
-    config = tiny_config(
-        tiny_dir,
-        tmp_path / "run",
-        steps=8,
-        staleness={"max_staleness": 1, "order": "strict"},
-        rollout={"ranks": 2, "slots": 8, "max_new_tokens": 60},
-    )
-    finished = run(config)
-    finished.assert_done()
-    consumed = finished.log().trajectories.query("fate == 'consumed'")
-    assert consumed.head_lag.max() <= 1
-    order = consumed.drop_duplicates("group_id").sort_values(["consumed_step", "group_id"]).group_id.tolist()
-    assert order == sorted(order)
-
-
-@pytest.mark.parametrize("mode, limit", [pytest.param("sync", 0, marks=pytest.mark.slow), ("overlap", 1)])
+@pytest.mark.slow  # with simulated compute: test_simulated.py
+@pytest.mark.parametrize("mode, limit", [("sync", 0), ("overlap", 1)])
 def test_the_other_modes(mode, limit, tiny_dir, tmp_path):
     config = tiny_config(tiny_dir, tmp_path / "run", mode=mode, rollout={"ranks": 2, "temperature": 0.7}, steps=4)
     config["data"]["heldout"] = str(tiny_dir / "heldout.jsonl")

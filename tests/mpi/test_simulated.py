@@ -171,6 +171,17 @@ def test_overlap_saves_time(asynchronous, synchronous):
     assert measured_s(asynchronous.log()) < lockstep_s(asynchronous.log()) / 1.7
 
 
+def test_overlap_is_one_version_late_in_strict_order_and_interrupts_nobody(tmp_path):
+    finished = simulated(tmp_path, mode="overlap", simulation={"speedup": 20.0})
+    log, rows = finished.log(), consumed(finished.log())
+    assert rows.head_lag.max() == finished.summary["head_staleness_max"] == 1
+    groups = rows.groupby("group_id").agg({"consumed_step": "max", "finish_s": "max"})
+    assert groups.index.tolist() == list(range(STEPS * BATCH)) and groups.consumed_step.is_monotonic_increasing
+    assert not groups.finish_s.is_monotonic_increasing, "groups that end in order prove nothing"
+    assert set(log.weight_loads.query("version == 8")["rank"]) == {2, 3}
+    assert (log.weight_loads.interrupted == 0).all() and (rows.first_version == rows.last_version).all()
+
+
 def test_two_trainers_agree_about_a_bad_batch_and_evaluate(tmp_path):
     """Rank 2 finds a log-prob that is not finite in its second batch: the step is skipped by rank 1 as well."""
     heldout = str(tmp_path / "data" / "heldout.jsonl")
