@@ -19,7 +19,7 @@ from tests import real_models
 from tests.runs import TESTS, run
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
-COUNT = 10
+COUNT = 20
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def evaluate(model: Path, problems: Path, out: Path, ranks: int, slots: int) -> 
 @pytest.fixture(scope="module")
 def answered(problems, model, tmp_path_factory):
     out = tmp_path_factory.mktemp("real") / "out"
-    return out, evaluate(model, problems, out, ranks=2, slots=11)
+    return out, evaluate(model, problems, out, ranks=2, slots=21)
 
 
 def test_a_real_model_answers_maths_and_code(answered):
