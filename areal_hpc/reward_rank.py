@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 
@@ -11,9 +12,10 @@ from areal_hpc.config import Config
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.faults import fault
 from areal_hpc.messages import Ready, Score, Scored, Stop
-from areal_hpc.preflight import CONTROLLER, RunClock, unusable
+from areal_hpc.preflight import CONTROLLER, RunClock, check_pulse, unusable
 from areal_hpc.reporting import Reporter
 from areal_hpc.rewards.remote import to_text
+from areal_hpc.survival_messages import PeerLost, Pulse
 from areal_hpc.trajectory import Key
 from areal_hpc.waiting import Backoff
 
@@ -29,14 +31,16 @@ class RewardRank:
         self.senders: dict[Key, int] = {}
         self.later: deque[Received] = deque()
         self.num_restarts_told = 0
+        self.lost: set[int] = set()
         self.heard_s = time.monotonic()
+        self.pulse_s = math.inf
         self.stopped = self.healthy_end = False
 
     def run(self) -> bool:
         """Score until told to stop; True after a healthy end.
 
         Raises:
-            RunError: DEADLINE, nobody has sent anything for too long.
+            RunError: DEADLINE, nobody has sent anything for too long, or the controller has not.
             RewardError: the reward processes do not start any more.
         """
         self.world.post(CONTROLLER, Ready())
@@ -44,11 +48,13 @@ class RewardRank:
         silence_s = self.config.deadlines.silence_s
         while not self.stopped:
             busy = self.handle_messages()
+            self.forget_lost()
             busy |= self.send_results()
             self.reporter.activity.switch("score" if self.rewards.num_pending else "idle")
             if busy:
                 pause.reset()
                 continue
+            check_pulse(self.world, self.config, self.pulse_s)
             if time.monotonic() - self.heard_s > silence_s:
                 reason = f"reward rank {self.world.rank} heard nothing for {silence_s:.0f} s"
                 raise RunError(Exit.DEADLINE, reason)
@@ -64,7 +70,12 @@ class RewardRank:
             match received.message:
                 case Score():
                     self.score(received)
-                case Stop(_, healthy):
+                case PeerLost(rank):
+                    self.world.forget(rank)
+                case Pulse():
+                    self.pulse_s = time.monotonic()
+                case Stop(_, healthy, whole):
+                    self.world.whole &= whole
                     self.stopped, self.healthy_end = True, healthy
                 case _:
                     raise unusable(self.world, self.config, received)
@@ -83,6 +94,18 @@ class RewardRank:
         self.senders[key] = received.source
         prompt, completion = to_text(received.arrays["prompt"]), to_text(received.arrays["completion"])
         self.rewards.submit(key, prompt, completion, message.metadata, message.facts)
+
+    def forget_lost(self) -> None:
+        """Drop the answers of rollout ranks that are lost: their groups are generated anew elsewhere. What is scored
+        already is scored to its end, and `World.post` sends it to nobody."""
+        self.world.look_at_lifelines()
+        for rank in sorted(self.world.lost.keys() - self.lost):
+            self.lost.add(rank)
+            num_begun = sum(sender == rank for sender in self.senders.values())
+            kept = [received for received in self.later if received.source != rank]
+            text = f"{num_begun} answers are scored for nobody, {len(self.later) - len(kept)} that waited are dropped"
+            self.later = deque(kept)
+            self.reporter.event("answers_unclaimed", f"rank {rank} is lost: {text}")
 
     def send_results(self) -> bool:
         results = self.rewards.poll()
