@@ -257,7 +257,7 @@ def test_a_world_that_is_not_whole_and_a_silent_controller():
     world.inbox = [Received(0, Stop("done", False, whole=False), {})]
     assert rank.run() is False and not world.whole
     rank, world, _ = reward_rank()
-    rank.config = config(deadlines={"heartbeat_s": 0.01})
+    rank.config = config(deadlines={"heartbeat_s": 0.01, "step_s": 0.5, "startup_s": 3})
     world.inbox = [Received(0, Pulse(), {})]
     with pytest.raises(RunError, match="rank 6 heard nothing from the controller for"):
         rank.run()
