@@ -31,7 +31,6 @@ class RewardRank:
         self.senders: dict[Key, int] = {}
         self.later: deque[Received] = deque()
         self.num_restarts_told = 0
-        self.lost: set[int] = set()
         self.heard_s = time.monotonic()
         self.pulse_s = math.inf
         self.stopped = self.healthy_end = False
@@ -48,7 +47,6 @@ class RewardRank:
         silence_s = self.config.deadlines.silence_s
         while not self.stopped:
             busy = self.handle_messages()
-            self.forget_lost()
             busy |= self.send_results()
             self.reporter.activity.switch("score" if self.rewards.num_pending else "idle")
             if busy:
@@ -64,6 +62,7 @@ class RewardRank:
 
     def handle_messages(self) -> bool:
         self.reporter.tick()
+        self.world.look_at_lifelines()  # takes new ones as well, one at a time
         busy = False
         while (received := self.world.poll()) is not None:
             self.heard_s = time.monotonic()
@@ -71,7 +70,7 @@ class RewardRank:
                 case Score():
                     self.score(received)
                 case PeerLost(rank):
-                    self.world.forget(rank)
+                    self.forget(rank)
                 case Pulse():
                     self.pulse_s = time.monotonic()
                 case Stop(_, healthy, whole):
@@ -95,17 +94,15 @@ class RewardRank:
         prompt, completion = to_text(received.arrays["prompt"]), to_text(received.arrays["completion"])
         self.rewards.submit(key, prompt, completion, message.metadata, message.facts)
 
-    def forget_lost(self) -> None:
-        """Drop the answers of rollout ranks that are lost: their groups are generated anew elsewhere. What is scored
-        already is scored to its end, and `World.post` sends it to nobody."""
-        self.world.look_at_lifelines()
-        for rank in sorted(self.world.lost.keys() - self.lost):
-            self.lost.add(rank)
-            num_begun = sum(sender == rank for sender in self.senders.values())
-            kept = [received for received in self.later if received.source != rank]
-            text = f"{num_begun} answers are scored for nobody, {len(self.later) - len(kept)} that waited are dropped"
-            self.later = deque(kept)
-            self.reporter.event("answers_unclaimed", f"rank {rank} is lost: {text}")
+    def forget(self, rank: int) -> None:
+        """Drop the answers of a rollout rank that is lost: their groups are generated anew elsewhere. What is scored
+        already is scored to its end, and `World.post`, which may have seen the death before, sends it to nobody."""
+        self.world.forget(rank)
+        num_begun = sum(sender == rank for sender in self.senders.values())
+        kept = [received for received in self.later if received.source != rank]
+        text = f"{num_begun} answers are scored for nobody, {len(self.later) - len(kept)} that waited are dropped"
+        self.later = deque(kept)
+        self.reporter.event("answers_unclaimed", f"rank {rank} is lost: {text}")
 
     def send_results(self) -> bool:
         results = self.rewards.poll()

@@ -38,7 +38,7 @@ def config(rewards: int = 2, **sections: Any) -> Config:
 
 
 class FakeWorld:
-    """Keeps what is posted, after a trip through the codec; `inbox` holds what `poll` gives, `dying` who dies."""
+    """Keeps what is posted, after a trip through the codec; `inbox` holds what `poll` gives."""
 
     expendable = frozenset({3, 4, 5})
 
@@ -46,14 +46,11 @@ class FakeWorld:
         self.rank, self.size = rank, size
         self.posted: list[tuple[int, Any, dict]] = []
         self.inbox: list[Received] = []
-        self.dying: list[int] = []
         self.lost: dict[int, int] = {}
         self.whole = True
         self.check = type("Check", (), {"duplicates": 0, "stale": 0})()
 
-    def look_at_lifelines(self) -> None:
-        for rank in self.dying:
-            self.forget(rank)
+    def look_at_lifelines(self) -> None: ...
 
     def forget(self, rank: int) -> None:
         self.lost.setdefault(rank, 0)
@@ -228,19 +225,13 @@ def test_a_group_generated_anew_elsewhere_waits_for_its_namesake():
     assert [(to, message.reward) for to, message, _ in world.posted] == [(3, 1.0), (4, 2.0)]
 
 
-@pytest.mark.parametrize("seen", ["by its line", "by the controller"])
-def test_a_lost_rank_gets_no_answer_and_its_namesakes_do_not_wait_for_it(seen):
+def test_a_lost_rank_gets_no_answer_and_its_namesakes_do_not_wait_for_it():
     """Rank 3 has an answer at work and one that waits for a namesake of rank 4; rank 4 goes on with the lost group."""
     rank, world, rewards = reward_rank()
     world.inbox = [score(3, 1, 0, "lost"), score(4, 2, 0, "own"), score(3, 2, 0, "waits"), score(4, 1, 0, "anew")]
     rank.handle_messages()
-    if seen == "by its line":
-        world.dying = [3]
-    else:
-        world.inbox = [Received(0, PeerLost(3), {})]
-        rank.handle_messages()
-    rank.forget_lost()
-    rank.forget_lost()
+    world.inbox = [Received(0, PeerLost(3), {})]
+    rank.handle_messages()
     events = [message.text for _, message, _ in world.posted if type(message).__name__ == "Event"]
     assert events == ["rank 3 is lost: 1 answers are scored for nobody, 1 that waited are dropped"]
     rewards.done = [RewardResult((1, 0), 1.0, "correct", 0.1, ""), RewardResult((2, 0), 2.0, "correct", 0.1, "")]
