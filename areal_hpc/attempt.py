@@ -19,11 +19,12 @@ from pathlib import Path
 
 from areal_hpc.answers import check_settings, num_on_record
 from areal_hpc.attempts import Begin, may_go_on, write_begin
-from areal_hpc.check import facts
+from areal_hpc.check import check_data, facts
 from areal_hpc.checkpoint import Checkpoints, Found, preflight_space
 from areal_hpc.config import Config, PrepareConfig
 from areal_hpc.config.check import Checked, check_config
 from areal_hpc.exits import Exit, RunError
+from areal_hpc.figuresview import show_figures
 from areal_hpc.heldout import read_sets, settings_of
 from areal_hpc.jobspec import run_job
 from areal_hpc.ownership import Owner, alive, claim, release
@@ -53,6 +54,8 @@ def main(argv: Sequence[str]) -> int:
     if begun.finished:
         write_json(begun.run_dir.status, read_json(begun.run_dir.status) | {"job_id": os.environ.get("SLURM_JOB_ID")})
         print(begun.finished, flush=True)
+        if begun.checked.config.is_evaluation:
+            show_figures(read_json(begun.run_dir.summary))
         return int(Exit.DONE)
     print(f"{facts(begun.checked)}\n  attempt  {begun.run_dir.attempt}", flush=True)
     if script := os.environ.get("AREAL_HPC_BATCH_SCRIPT"):
@@ -66,13 +69,15 @@ def begin(path: Path, overrides: Sequence[str]) -> Begun:
 
     Raises:
         ConfigErrors: it is not usable, before or after the preparation.
-        RunError: CONFIG, what prepares cannot be loaded, somebody else owns the directory, or its checkpoint is of
-            another run; FAILED, this job has tried often enough; PREFLIGHT, MPI cannot start as configured.
+        RunError: CONFIG, what prepares cannot be loaded, first rows of the data do not fit, somebody else owns the
+            directory, or its checkpoint is of another run; FAILED, this job has tried often enough; PREFLIGHT, MPI
+            cannot start as configured.
     """
     checked = check_config(path, overrides)
     if checked.config.prepare is not None:
         prepare(checked.config.prepare)
         checked = check_config(path, overrides)
+    check_data(path, checked.config)
     config = checked.config.resolved()
     root = Path(config.run_dir)
     number = RunDir.next_number(root)

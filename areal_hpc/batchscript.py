@@ -26,7 +26,7 @@ def render(spec: JobSpec) -> str:
         ["", "set -euo pipefail", *spec.setup],
         [
             f"export {' '.join(f'{name}={value}' for name, value in environment(spec).items())}",
-            "unset SRUN_CPUS_PER_TASK SLURM_CPUS_PER_TASK # each component says its own below",
+            f"unset {' '.join(_inherited(spec))} # each component says its own below",
         ],
         list(spec.prologue),
         ["code=0"] if spec.epilogue else [],
@@ -39,6 +39,17 @@ def render(spec: JobSpec) -> str:
 def environment(spec: JobSpec) -> dict[str, str]:
     """What every rank sees."""
     return ENVIRONMENT | ({SURVIVE: "1"} if spec.survive else {})
+
+
+def _inherited(spec: JobSpec) -> list[str]:
+    """Variables of the batch step that srun would take for flags."""
+    cpus = ["SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK"]
+    return [*cpus, "SLURM_NTASKS_PER_NODE"] if _shares_one_allocation(spec) else cpus
+
+
+def _shares_one_allocation(spec: JobSpec) -> bool:
+    """One allocation that others may share nodes with, so that it must say how much of each node it takes."""
+    return spec.shape == "steps" and spec.components[0].settings.exclusive is False
 
 
 def summary(spec: JobSpec) -> str:
@@ -76,7 +87,7 @@ def _allocation(spec: JobSpec) -> Iterator[str]:
     first = spec.components[0]
     yield from _resources(first)
     yield from flags(("nodes", sum(c.nodes for c in spec.components)))
-    if first.settings.exclusive is False:
+    if _shares_one_allocation(spec):
         tasks = max(-(-c.tasks // c.nodes) for c in spec.components)
         cpus = max(c.settings.cpus_per_task or 1 for c in spec.components)
         yield from flags(("ntasks-per-node", tasks), ("cpus-per-task", cpus))

@@ -27,7 +27,7 @@ from areal_hpc.examiner import Examiner
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.instructions import Event, RankLost, SamplesHere
 from areal_hpc.messages import AdmitGroup, BeginStep, SamplesArrived, Stop
-from areal_hpc.preflight import RunClock, num_expendable, role_of
+from areal_hpc.preflight import RunClock, num_expendable, reward_ranks, role_of
 from areal_hpc.runlog_writer import RunLogWriter
 from areal_hpc.saver import Saver
 from areal_hpc.survival_messages import PeerLost, Pulse, RecallBatches, Regroup, WeightsTorn
@@ -51,6 +51,7 @@ class Casualties(Desk):
     def __init__(self, config: Config, world: World, clock: RunClock, log: RunLogWriter) -> None:
         super().__init__(config, world, clock, log)
         self.may_lose = num_expendable(config)
+        self.scorers = reward_ranks(config)
         self.lost: dict[int, str] = {}
         self.dismissed: set[int] = set()
         self.edition = 0
@@ -99,7 +100,7 @@ class Casualties(Desk):
         """Where nobody else sees the controller die, it has to be heard."""
         if self.heard_s and now_s - self.pulsed_s > self.config.deadlines.heartbeat_s / 4:
             self.pulsed_s = now_s
-            for rank in (*self.trainers, *self.rollouts):
+            for rank in (*self.trainers, *self.rollouts, *self.scorers):
                 self.world.post(rank, Pulse())
 
     # --------------------------------------------------------------------------------------------- going smaller
@@ -119,8 +120,8 @@ class Casualties(Desk):
         self.rollouts.remove(rank)
         self.loaded_version.pop(rank)
         self.world.forget(rank)
-        for trainer in self.trainers:
-            self.world.post(trainer, PeerLost(rank))
+        for peer in (*self.trainers, *self.scorers):
+            self.world.post(peer, PeerLost(rank))
         self.saver.lose(rank)
         num_before = self.state.num_lost
         self.handle_event(RankLost(rank))

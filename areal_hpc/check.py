@@ -11,7 +11,8 @@ from pathlib import Path
 from areal_hpc.config import Config
 from areal_hpc.config.check import Checked, ConfigErrors, check_config
 from areal_hpc.config.schema import explain
-from areal_hpc.data.survey import survey
+from areal_hpc.data.prompts import DatasetError
+from areal_hpc.data.survey import first_of_each, survey
 from areal_hpc.exits import Exit, RunError
 
 
@@ -32,11 +33,29 @@ def main(argv: Sequence[str]) -> int:
     try:
         data = survey(checked.config)
     except RunError as error:
-        print(f"{options.config}: the data cannot be used\n{textwrap.indent(error.reason, '  ')}", file=sys.stderr)
+        print(unusable_data(options.config, error).reason, file=sys.stderr)
         return error.code
     print(f"{options.config} is fine")
     print("\n".join([facts(checked), *(f"  {'' if i else 'data':<8} {line}" for i, line in enumerate(data))]))
     return Exit.DONE
+
+
+def check_data(path: Path, config: Config, libraries_are_elsewhere: bool = False) -> None:
+    """Look at the first row of every source that is there; `libraries_are_elsewhere`: a missing one is no mistake.
+
+    Raises:
+        RunError: CONFIG, with all that cannot be used.
+    """
+    try:
+        first_of_each(config)
+    except RunError as error:
+        if isinstance(error, DatasetError) or not libraries_are_elsewhere:
+            raise unusable_data(path, error) from None
+
+
+def unusable_data(path: Path | str, error: RunError) -> RunError:
+    """What is wrong with the data of this configuration, for people."""
+    return RunError(error.code, f"{path}: the data cannot be used\n{textwrap.indent(error.reason, '  ')}")
 
 
 def facts(checked: Checked) -> str:
@@ -63,7 +82,7 @@ def _facts_of_evaluation(checked: Checked) -> str:
         ("run", f"{config.name} in {config.run_dir}: an evaluation, nothing is trained"),
         ("model", config.model.path),
         ("data", ", ".join(f"{s.title} ({s.path})" for s in config.data.heldout_sources)),
-        ("ranks", f"{config.world_size} = 1 controller + {rollout.ranks} rollout"),
+        ("ranks", f"{config.world_size} = {config.ranks_in_words}"),
         (
             "answers",
             f"{samples} per prompt, at most {rollout.max_new_tokens:,} tokens, temperature {rollout.temperature:g}",

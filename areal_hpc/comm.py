@@ -71,7 +71,7 @@ class World:
 
     Attributes:
         expendable: ranks whose loss this one survives; an MPI error or a halt at one of them is no error here.
-        lifelines: on the controller, tell at once when one of them dies.
+        lifelines: on ranks that send to them, tell at once when one of them dies.
         trouble: why ranks had to be forgotten.
         lost: forgotten ranks, with the number of messages from them that were ignored.
         whole: no rank of the world is known to be lost.

@@ -1,9 +1,10 @@
-"""A TCP connection from every rollout rank to the controller that carries nothing: its end is the rank's death.
+"""A TCP connection from a rollout rank to each that sends to it (controller, reward ranks), which carries nothing: its
+end is the rank's death.
 
-The kernel closes it whatever kills the process, so the controller knows within the network's latency. That matters
+The kernel closes it whatever kills the process, so the other end knows within the network's latency. That matters
 twice. Nothing is waited for that will not come. And MPICH 5 must not send to a dead rank: its UCX module crashes in
-MPI_Isend once the connection is reset, its OFI module aborts. So the controller looks here before every message to a
-rollout rank; this line was opened after MPI's and says no more than that the other end was there a moment ago.
+MPI_Isend once the connection is reset, its OFI module aborts. So who sends to a rollout rank looks here before every
+message; this line was opened after MPI's and says no more than that the other end was there a moment ago.
 
 A host that loses its power or its network closes nothing. Sending to it does no harm, and its silence tells.
 """
@@ -25,12 +26,14 @@ GREETING_S = 10.0
 """For a connection to say whose it is; others are closed."""
 HIGHEST_NUMBER = 65_536
 """Of a file; the kernel's table of files grows with the highest one, 8 bytes each."""
+MAX_HELD = 256
+"""Lines of one rank, to the controller and to reward ranks."""
 
 _held: list[socket.socket] = []
 
 
 class Lifelines:
-    """The controller's ends.
+    """The ends of the controller, or of a reward rank.
 
     Attributes:
         port: where rollout ranks call.
@@ -100,7 +103,7 @@ class Lifelines:
 
 
 def hold_lifeline(host: str, port: int, token: str, rank: int, timeout_s: float) -> None:
-    """This rank's end, open as long as the process lives. Raises OSError when the controller cannot be reached."""
+    """This rank's end, open as long as the process lives. Raises OSError when the other cannot be reached."""
     connection = socket.create_connection((host, port), timeout=timeout_s)
     connection.sendall(GREETING.pack(token.encode(), rank))
     _held.append(_closed_first(connection))
@@ -113,7 +116,7 @@ def _closed_first(connection: socket.socket) -> socket.socket:
     at the first message to a peer, that is later than this line: below it, MPI's end could be gone before the line's.
     """
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = max(0, min(allowed, HIGHEST_NUMBER) - 64)  # more than one may be held
+    lowest = max(0, min(allowed, HIGHEST_NUMBER) - MAX_HELD)
     number = fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, lowest)
     connection.close()
     return socket.socket(fileno=number)

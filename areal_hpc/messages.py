@@ -26,7 +26,11 @@ Purpose = Literal["train", "evaluate"]
 
 # ---------------------------------------------------------------------------------------------- start of a run
 class Hello(Message):
-    """Every rank -> controller, first of all: who I think I am, and the GPU that is mine alone ("" for none)."""
+    """Every rank -> controller, first of all: who I think I am.
+
+    `gpu`: the one that is mine alone, "" for none. `lifeline_port`: where rollout ranks hold a line to me, 0 for
+    nowhere; see lifelines.py.
+    """
 
     role: str
     world_size: int
@@ -35,22 +39,22 @@ class Hello(Message):
     code_version: str
     config_fingerprint: str
     gpu: str = ""
+    lifeline_port: int = 0
+    lifeline_token: str = ""
 
 
 class Welcome(Message):
     """Controller -> every rank: all ranks agree, go on.
 
     `single_host`: the whole run is on one machine. `resume`: directory of the checkpoint that the run goes on from,
-    "" for a new one; `version`: its policy version. `lifeline_port`: 0 for none; see
-    lifelines.py.
+    "" for a new one; `version`: its policy version. `lifelines`: host, port and token of every rank that a rollout
+    rank holds a line to.
     """
 
     single_host: bool = False
     resume: str = ""
     version: int = 0
-    host: str = ""
-    lifeline_port: int = 0
-    lifeline_token: str = ""
+    lifelines: tuple[tuple[str, int, str], ...] = ()
 
 
 class ClockPing(Message):

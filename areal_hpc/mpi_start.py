@@ -1,9 +1,14 @@
-"""MPI_Init with a deadline, and with values that fit through Slurm's PMI.
+"""MPI_Init with a deadline, and with values that Slurm's PMI has right.
 
 MPICH 5.0.2 sends every rank's address through PMI as a block of 4 KiB, most of it whatever lies behind the address in
 memory. Zeros are squeezed out of the text. With other remains there a value fills the length that Slurm's pmi2 plugin
 has announced, the line with the command around it becomes longer than the plugin reads, and MPI_Init dies or waits for
 ever. So a small process between the two announces less.
+
+Slurm's pmi2 plugin says which ranks share a host (PMI_process_mapping). In a heterogeneous job it counts hosts in the
+order of their names and ranks in the order of components (seen with 22.05). Where these differ MPICH takes ranks of
+two hosts for neighbours in shared memory, and hangs or crashes. So the process between them hides the value there, and
+MPICH compares host names instead.
 
 The same process sees at once when its rank dies. Where Slurm lets the others live (`--kill-on-bad-exit=0`), it ends the
 step in the name of a rank that they cannot do without: a controller or trainer, or any rank before the run has begun.
@@ -29,6 +34,8 @@ READY, GOODBYE = b"ready\n", b"goodbye\n"
 LAST_WORDS = {GOODBYE, b"cmd=finalize", b"cmd=abort"}
 ABORT = b"cmd=abort exitcode=1\n"
 DRAIN_S = 1.0
+MAPPING = b"cmd=get_result rc=0 value=(vector,"
+UNKNOWN = b"cmd=get_result rc=-1 msg=not_found value=unknown\n"
 
 
 class LastWill(Enum):
@@ -120,11 +127,18 @@ def _relay(rank: socket.socket, slurm: socket.socket) -> set[bytes] | None:
             if not data:
                 return None if key.fileobj is slurm or said & LAST_WORDS else said
             if key.fileobj is slurm:
-                data = re.sub(rb"(?<=vallen_max=)\d+", _at_most, data)
+                data = _mended(data)
             else:
                 said |= {word for word in (READY, *LAST_WORDS) if word in data}
                 data = data.replace(READY, b"").replace(GOODBYE, b"")
             key.data.sendall(data)
+
+
+def _mended(answer: bytes) -> bytes:
+    """An answer of Slurm as the rank gets it."""
+    if answer.startswith(MAPPING) and "SLURM_HET_SIZE" in os.environ:
+        return UNKNOWN
+    return re.sub(rb"(?<=vallen_max=)\d+", _at_most, answer)
 
 
 def _at_most(announced: re.Match[bytes]) -> bytes:

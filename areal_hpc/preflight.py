@@ -110,12 +110,11 @@ def join(world: World, config: Config) -> tuple[RunClock, Welcome]:
     deadline = config.deadlines.startup_s
     world.post(CONTROLLER, _hello(world, config))
     welcome = expect(world, Welcome, deadline)
-    if welcome.lifeline_port and world.rank in world.expendable:
-        place = (welcome.host, welcome.lifeline_port)
+    for host, port, token in welcome.lifelines if world.rank in world.expendable else ():
         try:
-            hold_lifeline(*place, welcome.lifeline_token, world.rank, deadline)
+            hold_lifeline(host, port, token, world.rank, deadline)
         except OSError as error:
-            where = f"rank {world.rank} on {socket.gethostname()} cannot reach the controller at {place[0]}:{place[1]}"
+            where = f"rank {world.rank} on {socket.gethostname()} cannot open a connection to {host}:{port}"
             reason = f"{where} ({error}); with survive.lost_rollouts=0 it need not"
             raise RunError(Exit.PREFLIGHT, reason) from None
     best_s, zero_s = float("inf"), 0.0
@@ -153,9 +152,10 @@ def welcome_all(world: World, config: Config, resume: str = "", version: int = 0
             hellos[received.source] = hello
     _nobody_shares_a_gpu(hellos)
     single_host = len({hello.host for hello in hellos.values()}) == 1
-    lines = (mine.host, world.lifelines.port, world.lifelines.token) if world.lifelines else ("", 0, "")
+    senders = [hello for _, hello in sorted(hellos.items()) if hello.lifeline_port]
+    lines = tuple((hello.host, hello.lifeline_port, hello.lifeline_token) for hello in senders)
     for rank in range(1, world.size):
-        world.post(rank, Welcome(single_host, resume, version, *lines))
+        world.post(rank, Welcome(single_host, resume, version, lines))
     return clock, [hellos[rank] for rank in range(world.size)]
 
 
@@ -176,6 +176,8 @@ def _hello(world: World, config: Config) -> Hello:
         code_version=__version__,
         config_fingerprint=config.fingerprint(),
         gpu=os.environ.get(OWN_GPU, ""),
+        lifeline_port=world.lifelines.port if world.lifelines else 0,
+        lifeline_token=world.lifelines.token if world.lifelines else "",
     )
 
 

@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> tuple[int, bool]:
     world = World(Codec(MESSAGE_TYPES), run_dir.attempt)
     if num_expendable(config):
         world.expendable = frozenset(rollout_ranks(config))
-        world.lifelines = Lifelines() if world.rank == CONTROLLER else None
+        world.lifelines = Lifelines() if role_of(world.rank, config) in ("controller", "reward") else None
     start_logging(run_dir.rank_log(world.rank))
     try:
         check_world(world, config, arguments.component)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_hpc.batchscript import render, summary
+from areal_hpc.check import check_data
 from areal_hpc.config.check import check_config
 from areal_hpc.config.schema import as_yaml
 from areal_hpc.exits import Exit, RunError
@@ -39,8 +40,13 @@ def submit(config: str | Path, overrides: Overrides = (), *, dependency: str | N
 
 
 def job_spec(path: Path, overrides: Sequence[str], files_are_elsewhere: bool = False) -> JobSpec:
-    """The job of a configuration; warnings go to stderr. Raises ConfigErrors."""
+    """The job of a configuration; warnings go to stderr. Raises ConfigErrors; RunError (CONFIG), first rows do not fit.
+
+    Where files are elsewhere, nothing is looked into.
+    """
     checked = check_config(path, overrides, files_are_elsewhere)
+    if not files_are_elsewhere:
+        check_data(path, checked.config, libraries_are_elsewhere=checked.config.slurm.python is not None)
     for warning in checked.warnings:
         print(f"areal-hpc: warning: {warning}", file=sys.stderr)
     title = f"areal-hpc submit --dry-run {shlex.join([str(path), *overrides])}"

@@ -1,7 +1,8 @@
 """Messages of a run that goes on without a lost rollout rank; part of messages.py.
 
 note of its death, or silence
-controller --PeerLost, RecallBatches--> trainers          samples of lost groups are not waited for
+controller --PeerLost-----------------> trainers, reward ranks    nothing of it, nothing for it
+controller --RecallBatches------------> trainers          samples of lost groups are not waited for
 controller --AdmitGroup---------------> other rollouts    the same groups again
 controller --Regroup------------------> first trainer, other rollouts    weights go around the dead
 """
@@ -19,7 +20,7 @@ class Pulse(Message):
 
 
 class PeerLost(Message):
-    """Controller -> every trainer: this rollout rank is lost; forget it and what it has sent in part."""
+    """Controller -> every trainer and reward rank: this rollout rank is lost; forget it and what it sent in part."""
 
     rank: int
 

@@ -82,8 +82,8 @@ class Config(Section):
     def ranks_in_words(self) -> str:
         """For instance "1 controller + 2 trainer + 6 rollout"."""
         counts = {"controller": 1, "trainer": self.trainer.ranks, "rollout": self.rollout.ranks}
-        counts |= {"reward": self.reward.ranks} if self.reward.ranks else {}
-        return " + ".join(f"{count} {role}" for role, count in counts.items())
+        counts |= {"reward": self.reward.ranks}
+        return " + ".join(f"{count} {role}" for role, count in counts.items() if count)
 
     @property
     def max_pending(self) -> int:
@@ -92,9 +92,9 @@ class Config(Section):
 
     @property
     def num_expendable(self) -> int:
-        """How many rollout ranks may be lost, where MPI lets the others live. With reward ranks none: those would send
-        to a dead one, and MPICH crashes then (lifelines.py). An evaluation goes on where it was in any case."""
-        if self.reward.ranks or self.is_evaluation:
+        """How many rollout ranks may be lost, where MPI lets the others live. An evaluation goes on where it was in any
+        case."""
+        if self.is_evaluation:
             return 0
         return min(int(self.survive.lost_rollouts * self.rollout.ranks), self.rollout.ranks - 1)
 

@@ -1,4 +1,4 @@
-"""What `areal-hpc check` tells about the data: how much there is, and what the first prompt looks like."""
+"""What is told about the data before any rank starts: whether first rows fit, how much there is, the first prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from areal_hpc.config import Config
 from areal_hpc.config.sources import SourceConfig
 from areal_hpc.data.chat import Chat
-from areal_hpc.data.prompts import DatasetError
+from areal_hpc.data.prompts import DatasetError, Prompt
 from areal_hpc.data.reading import first_prompts
 from areal_hpc.data.rows import count_rows
 
@@ -24,27 +24,45 @@ def survey(config: Config) -> list[str]:
     What `prepare` has still to make is left out.
 
     Raises:
+        DatasetError: a source cannot be counted; or as `first_of_each`.
+        RunError: as `first_of_each`.
+    """
+    lines, problems = list[str](), list[str]()
+    total = sum(source.weight for source in config.data.train_sources)
+    found = first_of_each(config)
+    for what, source, _ in found:
+        named = f"{what}:" if source.title == what else f"{what} {source.title}:"
+        share = f", {source.weight / total:.1%} of the prompts" if what == "train" and source.weight < total else ""
+        try:
+            lines.append(f"{named} {_size(source)}, layout {_layout(source)}{share}")
+        except DatasetError as error:
+            problems += error.problems
+    if problems:
+        raise DatasetError(problems)
+    return lines + (list(_first(config, found[0][2].text)) if found else [])
+
+
+def first_of_each(config: Config) -> list[tuple[str, SourceConfig, Prompt]]:
+    """("train" or "heldout", source, its first prompt) of every source that the run reads and that is there.
+
+    Raises:
         DatasetError: a first line cannot be used, for all sources.
         RunError: CONFIG, a library is missing, examples have no answers.
     """
-    data, problems, lines = config.data, list[str](), list[str]()
-    first: str | None = None
-    for what, sources in (("train", data.train_sources), ("heldout", data.heldout_sources)):
-        total = sum(source.weight for source in sources)
+    data, problems, found = config.data, list[str](), list[tuple[str, SourceConfig, Prompt]]()
+    train = () if config.is_evaluation else data.train_sources
+    for what, sources in (("train", train), ("heldout", data.heldout_sources)):
         for source in sources:
-            named = f"{what}:" if source.title == what else f"{what} {source.title}:"
             if not _exists(source):
                 continue
             try:
                 ((prompt, _),) = first_prompts(source, data, 1)
-                share = f", {source.weight / total:.1%} of the prompts" if what == "train" and len(sources) > 1 else ""
-                lines.append(f"{named} {_size(source)}, layout {_layout(source)}{share}")
-                first = prompt.text if first is None else first
+                found.append((what, source, prompt))
             except DatasetError as error:
                 problems += error.problems
     if problems:
         raise DatasetError(problems)
-    return lines + (list(_first(config, first)) if first is not None else [])
+    return found
 
 
 def _exists(source: SourceConfig) -> bool:

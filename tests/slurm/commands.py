@@ -20,7 +20,7 @@ from tests.slurm import conf, hosts, services
 from tests.slurm.hosts import ClusterError, run
 from tests.slurm.services import slurm
 
-PROGRAM = Path(__file__).resolve().with_name("cluster")
+SHOWN = shlex.quote(str(Path(__file__).resolve().with_name("cluster")))
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def status() -> int:
         print(f"ill: slurmctld does not answer; see {conf.LOG}/slurmctld.log, or `down` and `up` again")
         return 1
     since = time.time() - (conf.STATE / "hosts").stat().st_mtime
-    print(f'up for {since / 60:.0f} min; eval "$({PROGRAM} env)" lets srun, sbatch and sacct use it')
+    print(f'up for {since / 60:.0f} min; eval "$({SHOWN} env)" lets srun, sbatch and sacct use it')
     print(f"  SLURM_CONF={conf.CONF}  shared directory {conf.SHARED}  logs {conf.LOG}")
     states = services.node_states()
     reasons = services.troubles()
@@ -138,7 +138,7 @@ def status() -> int:
 def show_environment() -> int:
     """Prints what a shell must know to use the cluster; 3 if there is none."""
     if not conf.STATE.exists():
-        print(f"the cluster is down; `{PROGRAM} up` starts it", file=sys.stderr)
+        print(f"the cluster is down; `{SHOWN} up` starts it", file=sys.stderr)
         return 3
     for key, value in {"SLURM_CONF": conf.CONF, "AREAL_HPC_CLUSTER_SHARED": conf.SHARED}.items():
         print(f"export {key}={shlex.quote(str(value))}")
@@ -182,7 +182,7 @@ def call(args: argparse.Namespace) -> int:
         {"up": up, "down": down}[args.command]()
         return 0
     if not conf.STATE.exists():
-        raise ClusterError(f"the cluster is down; `{PROGRAM} up` starts it")
+        raise ClusterError(f"the cluster is down; `{SHOWN} up` starts it")
     if args.command == "exec":
         command = hosts.inside(args.host, *args.words, directory=os.getcwd())
         os.execvp(command[0], command)

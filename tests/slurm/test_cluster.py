@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -54,8 +55,8 @@ def test_status_is_one_healthy_screen(cluster):
 
 
 def test_env_is_what_a_shell_needs(cluster):
-    shell = f'eval "$({PROGRAM} env)"; test -d "$AREAL_HPC_CLUSTER_SHARED" && sinfo -h -p trainer -o %D'
-    assert cluster.run(["env", "-u", "SLURM_CONF", "bash", "-c", shell]) == "2\n"
+    shell = 'eval "$("$0" env)"; test -d "$AREAL_HPC_CLUSTER_SHARED" && sinfo -h -p trainer -o %D'
+    assert cluster.run(["env", "-u", "SLURM_CONF", "bash", "-c", shell, PROGRAM]) == "2\n"
 
 
 def test_names_resolve_both_ways_and_tmp_is_private(cluster):
@@ -72,6 +73,7 @@ def test_names_resolve_both_ways_and_tmp_is_private(cluster):
 @pytest.mark.parametrize("library", ["MPICH", "Open"])
 def test_a_het_job_is_one_mpi_world(cluster, place, library):
     python, mpi = (sys.executable, "pmi2") if library == "MPICH" else (openmpi_python(), "pmix")
+    exchange = shlex.join([str(python), str(EXCHANGE)])
     result = place / "result.json"
     job = cluster.sbatch(
         script(
@@ -80,8 +82,7 @@ def test_a_het_job_is_one_mpi_world(cluster, place, library):
             "#SBATCH hetjob",
             "#SBATCH --partition=rollout --nodes=1 --ntasks=2 --gpus-per-node=4",
             *(f"export {key}={value}" for key, value in ENVIRONMENT.items()),
-            f"srun --mpi={mpi} --het-group=0 {python} {EXCHANGE} {result} a"
-            f" : --het-group=1 {python} {EXCHANGE} {result} b",
+            f"srun --mpi={mpi} --het-group=0 {exchange} {result} a : --het-group=1 {exchange} {result} b",
         )
     )
     rows = cluster.wait_for_job(job)

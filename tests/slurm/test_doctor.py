@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from tests.slurm.openmpi_env import openmpi_python
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(420)]
 REPOSITORY = Path(__file__).parents[2]
+PYTHON = shlex.quote(sys.executable)
 HET = {
     "mpi": "pmi2",
     "common": {"exclusive": False, "memory": "1G", "gpus_per_node": 1},
@@ -72,7 +74,7 @@ def examine(place: Path, slurm: dict, *more: str) -> tuple[int, str]:
 def python_that(place: Path, does: str) -> str:
     """An interpreter for slurm.python that begins with other shell commands where it is to be a rank."""
     path = place / "python"
-    path.write_text(f'#!/bin/bash\ncase "$*" in *--component*) {does} ;; esac\nexec {sys.executable} "$@"\n')
+    path.write_text(f'#!/bin/bash\ncase "$*" in *--component*) {does} ;; esac\nexec {PYTHON} "$@"\n')
     path.chmod(0o755)
     return str(path)
 

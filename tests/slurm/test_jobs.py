@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import shutil
 import socket
 import subprocess
@@ -97,13 +99,64 @@ def test_the_demo_trains_on_five_hosts(place, cluster):
     assert "step 3/3" in (job.stdout() or "") and "done, exit code 0" in (job.stdout() or "")
 
 
-def test_a_head_component_makes_three(place, cluster):
-    slurm = HET | {"head": {"partition": "head"}, "trainer": {"partition": "all"}}
-    job = submit(simulated(place, slurm=slurm))
+def test_head_and_reward_components_make_four(place, cluster):
+    """Hosts that do not come in the order of their names, as a queue would give them."""
+    partitions = {"head": "rollout", "trainer": "trainer", "rollout": "rollout", "reward": "trainer"}
+    slurm = HET | {name: {"partition": partition} for name, partition in partitions.items()}
+    reward = {"function": "areal_hpc.simulation:reward", "ranks": 2}
+    job = submit(simulated(place, slurm=slurm, rollout={"ranks": 3}, reward=reward))
     assert assert_completed(job)["versions"] == 3
-    assert job.component_states == {"0": "COMPLETED", "1": "COMPLETED", "2": "COMPLETED"}
+    assert job.component_states == {str(number): "COMPLETED" for number in range(4)}
     hosts = hosts_of_ranks(job)
-    assert hosts[0] == "node1" and len({hosts[0], hosts[1], hosts[2]}) == 3 and hosts[2] == hosts[3]
+    assert hosts == [hosts[0], hosts[1], *[hosts[2]] * 3, *[hosts[5]] * 2] and len(set(hosts)) == 4
+    assert {hosts[1], hosts[5]} == {"node1", "node2"}, "the trainer and the rewards, between hosts of higher names"
+    log = RunLog(job.run_dir)
+    assert set(log.activity[log.activity.kind == "score"]["rank"]) == {5, 6}, "both score, and nobody else"
+    trained = log.trajectories[log.trajectories.fate == "consumed"]
+    assert len(trained) == 3 * 16 * 4 and set(trained.outcome) == {"correct", "wrong"}
+    assert "ranks    7 = 1 controller + 1 trainer + 3 rollout + 2 reward" in (job.stdout() or "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["het", "steps"])
+def test_an_evaluation_is_the_same_in_the_queue_and_under_mpiexec(place, cluster, tiny_dir, shape):
+    """Other ranks and reward ranks in the job; answers depend on model, settings and seed alone."""
+    shutil.copytree(tiny_dir, place / "tiny")
+    asked: list[object] = ["evaluate", place / "tiny/model", "--data", place / "tiny/heldout.jsonl", "--seed", 5]
+    asked += ["--reward", "tests/tiny.py:reward_with_answer", "--samples", 4, "--max-new-tokens", 24]
+    asked += ["--max-prompt-tokens", 8]
+    here = command(*asked, "--out", place / "here")
+    assert here.returncode == 0, here.stderr
+    slurm = ["slurm.mpi=pmi2", f"slurm.shape={shape}", "slurm.minutes=5", "slurm.rollout.nodes=2"]
+    slurm += ["slurm.common.exclusive=false", "reward.ranks=2"]
+    in_queue = [*asked, "--out", place / "queue", "--ranks", 2, "--submit", *slurm]
+    jobs = []
+    for _ in range(2):
+        sent = command(*in_queue)
+        assert sent.returncode == 0, sent.stderr
+        job_id = sent.stdout.split()[2].rstrip(":")
+        jobs.append(RunJob(place / "queue", job_id, f"{place}/queue/slurm/%j.out"))
+        wait_until(lambda: jobs[-1].done(force_check=True), 90, lambda: jobs[-1].stdout())
+        assert jobs[-1].state == "COMPLETED", jobs[-1].stdout()
+    assert len(list((place / "queue").glob("attempt_*"))) == 1, "the second job finds it complete"
+    assert answers(place / "queue") == answers(place / "here") and len(answers(place / "here")) == 64
+    figures = read_json(place / "here/summary.json")["data"]
+    assert read_json(place / "queue/summary.json")["data"] == figures
+    first, again = (job.stdout() or "" for job in jobs)
+    table = shown(here.stdout)
+    assert len(table) > 10 and shown(first) == table == shown(again) and "is complete: 64 answers" in again
+    assert "ranks    5 = 1 controller + 2 rollout + 2 reward" in first and "arning" not in first
+
+
+def shown(text: str) -> list[str]:
+    """Lines of the table with shares in them."""
+    return [line.rstrip() for line in text.splitlines() if "%" in line]
+
+
+def answers(out: Path) -> list[dict]:
+    """All answers in order, without what may differ: how long they took."""
+    lines = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
+    return sorted((line | {"seconds": 0} for line in lines), key=lambda line: (line["prompt_id"], line["sample"]))
 
 
 @pytest.mark.parametrize("mpi", ["pmi2", "pmix"])
@@ -135,7 +188,7 @@ def test_open_mpi_over_pmix(place, tiny_dir):
 def test_every_script_by_hand(place, cluster):
     """`sbatch` of what a user finds in slurm/, unchanged but for the places of its files."""
     text = (REPOSITORY / "slurm/demo_1_1_nodes.sbatch").read_text()
-    text = text.replace("slurm-%j.out", f"{place}/%j.out").replace(".venv/bin/python", sys.executable)
+    text = text.replace("slurm-%j.out", f"{place}/%j.out").replace(".venv/bin/python", shlex.quote(sys.executable))
     assert text.count("configs/demo.yaml") == 2
     path = simulated(place)
     (place / "job.sbatch").write_text(text.replace("configs/demo.yaml", str(path)))

@@ -82,6 +82,20 @@ def test_a_killed_rollout_rank(place, cluster):
     assert set(after.rollout_rank) == {2, 4}
 
 
+@pytest.mark.fault("rollout rank killed while reward ranks score its answers", row=1)
+@pytest.mark.slow
+def test_a_killed_rollout_rank_where_reward_ranks_score(place, cluster):
+    """Each answer waits a second for its reward, so both reward ranks hold some of the dead rank when it is killed."""
+    slurm = with_fault("kill@rollout.decode#3*300", SLURM | {"reward": {"partition": "trainer"}})
+    reward = {"function": "areal_hpc.simulation:reward", "ranks": 2}
+    job = submit(simulated(place, slurm=slurm, rollout=TWO_HOSTS, reward=reward), LONG | {"simulation.reward_s": 60})
+    log = assert_went_on(job, {3})
+    assert job.component_states["2"] == "COMPLETED"
+    unclaimed = log.events[log.events.kind == "answers_unclaimed"]
+    assert set(unclaimed["rank"]) == {5, 6} and all("rank 3 is lost: " in text for text in unclaimed.text)
+    assert any(not text.startswith("rank 3 is lost: 0 answers") for text in unclaimed.text)
+
+
 @pytest.mark.fault("rollout rank killed at a named moment, real weights", row=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["idle*5", "decode*40", "ship*2", "receive*4", "swap*4"])

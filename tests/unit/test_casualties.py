@@ -23,7 +23,7 @@ HEARTBEAT_S = 60.0
 class World:
     """One controller, two trainers (1, 2), four rollouts (3 .. 6)."""
 
-    rank, attempt, size = 0, 1, 7
+    rank, attempt, size = 0, 1, 9
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, object]] = []
@@ -110,6 +110,20 @@ def test_a_silent_rollout_rank_is_lost_and_all_who_need_to_know_are_told(bench):
     assert text.endswith("3 rollout ranks go on, 1 more may be lost")
     told = [entry[:2] for entry in bench.ignore.told if entry[0] in ("lose", "lost")]
     assert told == [("lose", 4), ("lost", 4), ("lost", 4)]  # the saver, the progress line, the examiner
+
+
+def test_reward_ranks_are_told_and_hear_the_controller(bench):
+    reward = {"function": "tests.tiny:reward", "ranks": 2}
+    bench = Bench(bench.now, reward=reward)
+    bench.world.trouble[4] = "died without a word"
+    sent = bench.after(1)
+    assert [rank for rank, message in sent if message == PeerLost(4)] == [1, 2, 7, 8]
+    bench.now[0] += HEARTBEAT_S
+    bench.pulse(bench.now[0])
+    assert [rank for rank, message in bench.world.take() if message == Pulse()] == [1, 2, 3, 5, 6, 7, 8]
+    bench.world.trouble[7] = "died without a word"
+    with pytest.raises(RunError, match=r"rank 7 \(reward\) died without a word"):
+        bench.after(1)
 
 
 def test_one_that_died_is_lost_at_once(bench):

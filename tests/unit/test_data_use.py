@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc import check
+from areal_hpc import attempt, check, launch, submission
 from areal_hpc.checkpoint import Found
 from areal_hpc.config import Config
 from areal_hpc.config.check import ConfigErrors, check_config
@@ -276,6 +276,42 @@ def test_check_refuses_what_does_not_fit_its_layout(capsys: pytest.CaptureFixtur
         '  one.jsonl:1: field "question": is missing; layout gsm8k needs question and answer (with ####), '
         "the line has id, prompt\n"
     )
+
+
+@pytest.mark.parametrize("command", ["run", "submit", "job"])
+def test_nothing_starts_with_data_that_does_not_fit(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """`run`, `submit` and the beginning of a job say what `check` says, of every source at once."""
+    train = [{"path": "one.jsonl", "layout": "gsm8k"}, {"path": "two.jsonl"}]
+    data = {"train": train, "heldout": [{"path": "two.jsonl", "layout": "gsm8k", "name": "h"}]}
+    Path("run.yaml").write_text(json.dumps({**BASE, "data": data}))
+    assert check.main(["run.yaml"]) == Exit.CONFIG
+    _, expected = capfd.readouterr()
+    assert expected.count("\n") == 3 and "one.jsonl:1" in expected and "two.jsonl:1" in expected
+    main = {"run": launch.main, "submit": submission.main, "job": attempt.main}[command]
+    assert main(["run.yaml"]) == Exit.CONFIG
+    assert capfd.readouterr() == ("", expected)
+    assert not Path("runs").exists()
+
+
+def test_submit_looks_at_no_data_that_lies_elsewhere_and_needs_no_library_of_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.yaml").write_text(json.dumps({**BASE, "data": {"train": [{"path": "one.jsonl", "layout": "gsm8k"}]}}))
+    assert submission.main(["run.yaml", "--dry-run"]) == Exit.DONE
+
+    def needs_pyarrow(_: Config) -> None:
+        raise RunError(Exit.CONFIG, "a Parquet file needs pyarrow")
+
+    monkeypatch.setattr(check, "first_of_each", needs_pyarrow)
+    with pytest.raises(RunError, match="needs pyarrow"):
+        submission.job_spec(Path("run.yaml"), [])
+    submission.job_spec(Path("run.yaml"), ["slurm.python=elsewhere/python"])
+
+
+def test_an_evaluation_is_not_asked_for_training_prompts() -> None:
+    data = {"train": "school.jsonl", "heldout": [{"path": "school.jsonl", "layout": "gsm8k"}]}
+    settings = Config.model_validate({**BASE, "data": data, "trainer": {"ranks": 0}})
+    assert survey.survey(settings)[0] == "heldout school: 1 prompts, layout gsm8k"
 
 
 def test_the_survey_leaves_out_what_prepare_will_make() -> None:

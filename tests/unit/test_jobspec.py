@@ -152,6 +152,8 @@ def test_shared_nodes_of_one_allocation_ask_for_what_the_fullest_needs():
     c = paper_shape(16, 48, shape="steps", common={"gpus_per_node": 8, "exclusive": False, "cpus_per_task": 6})
     (only,) = directives(script(c))
     assert "--ntasks-per-node=9" in only and "--cpus-per-task=6" in only and "--exclusive" not in only
+    assert "\nunset SRUN_CPUS_PER_TASK SLURM_CPUS_PER_TASK SLURM_NTASKS_PER_NODE " in script(c), "srun would warn"
+    assert "SLURM_NTASKS_PER_NODE" not in script(paper_shape(16, 48, shape="steps"))
 
 
 def test_setup_comes_before_python_and_srun_flags_are_passed_on():
@@ -170,6 +172,28 @@ def test_every_odd_character_reaches_the_program(tmp_path):
         ["bash", "-c", "\n".join([*kept, 'echo "$ATTEMPT_DIR"'])], capture_output=True, text=True, timeout=10
     )
     assert done.stdout.strip() == "-m areal_hpc.attempt my config.yaml " + " ".join(odd), done.stderr
+
+
+def test_a_place_with_spaces_and_quotes(tmp_path):
+    """The script up to the end of srun, run by a shell in such a place, with a Python there that repeats its words."""
+    place = tmp_path / 'it\'s a "place"'
+    place.mkdir()
+    python = place / "python"
+    python.write_text('#!/bin/bash\necho "$PWD|${0##*/}|$*" >> heard\necho "$PWD/attempt_1"\n')
+    python.chmod(0o755)
+    mine = config(run_dir=f"{place}/run", reward={"function": "tests.tiny:reward", "ranks": 1})
+    text = render(run_job(mine, "my config's.yaml", [f"data.train={place}/d"], str(python)))
+    assert [part[1] for part in directives(text)[:1]] == [f"--output={place}/run/slurm/%j.out"]
+    fakes = """srun() { printf '%s\\n' "$@"; }\n"""
+    script = fakes + text[: text.index("# the attempt knows")]
+    done = subprocess.run(["bash", "-c", script, "script"], cwd=place, capture_output=True, text=True, timeout=10)
+    assert (place / "heard").read_text() == (
+        f"{place}|python|-m areal_hpc.attempt my config's.yaml data.train={place}/d\n"
+    ), done.stderr
+    rank = [str(python), "-m", "areal_hpc.rank", f"{place}/attempt_1", "--component"]
+    words = done.stdout.splitlines()
+    begins = [number for number, word in enumerate(words) if word == str(python)]
+    assert [words[n : n + 6] for n in begins] == [[*rank, name] for name in ("trainer", "rollout", "reward")]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +234,8 @@ def test_the_attempt_knows_better_than_srun_how_it_ended(left, srun_code, code, 
         (tmp_path / "end.json").write_text(json.dumps({"exit_code": left}))
     text = script(config())
     fakes = f'srun() {{ return {srun_code}; }}\nscontrol() {{ echo "$@"; }}\n'
-    fakes += f"PYTHON={sys.executable} ATTEMPT_DIR={tmp_path} SLURM_JOB_ID=77\nset -euo pipefail\n"
+    fakes += f"PYTHON={shlex.quote(sys.executable)} ATTEMPT_DIR={shlex.quote(str(tmp_path))}\n"
+    fakes += "SLURM_JOB_ID=77\nset -euo pipefail\n"
     done = subprocess.run(["bash", "-c", fakes + text[text.index("\ncode=0") :]], capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert done.stdout == ("" if code == 0 else "requeue 77\n")

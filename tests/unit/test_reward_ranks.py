@@ -27,6 +27,7 @@ from areal_hpc.reward_rank import RewardRank
 from areal_hpc.rewards import RewardError, RewardResult
 from areal_hpc.rewards.remote import RemoteRewards, to_text
 from areal_hpc.rundir import RunDir
+from areal_hpc.survival_messages import PeerLost, Pulse
 
 CODEC = Codec(MESSAGE_TYPES)
 
@@ -39,13 +40,24 @@ def config(rewards: int = 2, **sections: Any) -> Config:
 class FakeWorld:
     """Keeps what is posted, after a trip through the codec; `inbox` holds what `poll` gives."""
 
+    expendable = frozenset({3, 4, 5})
+
     def __init__(self, rank: int, size: int = 8) -> None:
         self.rank, self.size = rank, size
         self.posted: list[tuple[int, Any, dict]] = []
         self.inbox: list[Received] = []
+        self.lost: dict[int, int] = {}
+        self.whole = True
         self.check = type("Check", (), {"duplicates": 0, "stale": 0})()
 
+    def look_at_lifelines(self) -> None: ...
+
+    def forget(self, rank: int) -> None:
+        self.lost.setdefault(rank, 0)
+
     def post(self, dest: int, message: Any, arrays: dict | None = None) -> None:
+        if dest in self.lost:
+            return
         frame = CODEC.encode(message, arrays, source=self.rank, sequence=0, attempt=1)
         incoming, copies = CODEC.decode(frame.joined())
         self.posted.append((dest, incoming.message, copies))
@@ -211,6 +223,35 @@ def test_a_group_generated_anew_elsewhere_waits_for_its_namesake():
     rewards.done = [RewardResult((1, 0), 2.0, "correct", 0.1, "")]
     rank.send_results()
     assert [(to, message.reward) for to, message, _ in world.posted] == [(3, 1.0), (4, 2.0)]
+
+
+def test_a_lost_rank_gets_no_answer_and_its_namesakes_do_not_wait_for_it():
+    """Rank 3 has an answer at work and one that waits for a namesake of rank 4; rank 4 goes on with the lost group."""
+    rank, world, rewards = reward_rank()
+    world.inbox = [score(3, 1, 0, "lost"), score(4, 2, 0, "own"), score(3, 2, 0, "waits"), score(4, 1, 0, "anew")]
+    rank.handle_messages()
+    world.inbox = [Received(0, PeerLost(3), {})]
+    rank.handle_messages()
+    events = [message.text for _, message, _ in world.posted if type(message).__name__ == "Event"]
+    assert events == ["rank 3 is lost: 1 answers are scored for nobody, 1 that waited are dropped"]
+    rewards.done = [RewardResult((1, 0), 1.0, "correct", 0.1, ""), RewardResult((2, 0), 2.0, "correct", 0.1, "")]
+    rank.send_results()
+    assert [given[2] for given in rewards.submitted] == ["lost", "own", "anew"]
+    rewards.done = [RewardResult((1, 0), 3.0, "correct", 0.1, "")]
+    rank.send_results()
+    sent = [(to, message.group_id, message.reward) for to, message, _ in world.posted if isinstance(message, Scored)]
+    assert sent == [(4, 2, 2.0), (4, 1, 3.0)]
+
+
+def test_a_world_that_is_not_whole_and_a_silent_controller():
+    rank, world, _ = reward_rank()
+    world.inbox = [Received(0, Stop("done", False, whole=False), {})]
+    assert rank.run() is False and not world.whole
+    rank, world, _ = reward_rank()
+    rank.config = config(deadlines={"heartbeat_s": 0.01, "step_s": 0.5, "startup_s": 3})
+    world.inbox = [Received(0, Pulse(), {})]
+    with pytest.raises(RunError, match="rank 6 heard nothing from the controller for"):
+        rank.run()
 
 
 def test_it_reports_a_replaced_process_and_ends_when_told():
