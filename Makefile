@@ -12,7 +12,7 @@ run: $(VENV)/.installed
 	$(BIN)/areal-hpc run configs/demo.yaml $(if $(run_dir),"run_dir=$(run_dir)") $(args)
 
 # Two at a time: jobs on the test cluster mostly wait, and most tests use one core only (tests/conftest.py).
-BY_TWO := -n 2 --dist loadgroup
+BY_TWO := -n 2
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "not slow" $(BY_TWO) $(args)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests import tiny
 from tests.faults import Recovery
@@ -29,13 +30,20 @@ def recovered(request):
     return take
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """With `-n`: tests that share the cluster, or need both cores, run one after the other."""
-    for item in items:
-        room = item.path.relative_to(Path(__file__).parent).parts[0]
-        if room in ("mpi", "slurm"):
-            item.add_marker(pytest.mark.xdist_group(room))
+class ByFolder(LoadScopeScheduling):
+    """With `-n`: tests that share the cluster, or need both cores, run one after the other; all others as they come.
+
+    `--dist loadgroup` would do, but the groups of pytest-xdist 3.8 mean nothing to pytest 9.2.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        folder = "/".join(nodeid.split("/")[:2])
+        return folder if folder in ("tests/mpi", "tests/slurm") else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return ByFolder(config, log)
 
 
 @pytest.hookimpl(hookwrapper=True)

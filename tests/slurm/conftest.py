@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,18 @@ def why_not() -> str:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def alone() -> Iterator[None]:
+    """Nobody else tests on the cluster: jobs of two sessions would wait for each other's nodes."""
+    with socket.socket(socket.AF_UNIX) as name:
+        try:
+            name.bind("\0areal-hpc-cluster-tests")  # a name without a file, free again when this process is gone
+        except OSError:
+            pytest.fail("another test session, or another pytest process of this one, uses the cluster")
+        yield
+
+
+@pytest.fixture(scope="session")
+def cluster(alone) -> Iterator[Cluster]:
     """The cluster of tests/slurm/cluster; brought up if it is down, and taken down at the end in that case only."""
     reason = why_not()
     if reason:
