@@ -172,16 +172,18 @@ def submit(spec: JobSpec, script: str, wait_s: float) -> int:
         raise RunError(Exit.CONFIG, f"areal-hpc doctor: not submitted: {said.strip()}")
     job_id = said.split()[-1]
     output = Path(spec.output.replace("%j", job_id))
-    print(f"areal-hpc doctor: job {job_id} waits in the queue; Ctrl-C cancels it", file=sys.stderr, flush=True)
     deadline_s = time.monotonic() + wait_s
     try:
+        print(f"areal-hpc doctor: job {job_id} waits in the queue; Ctrl-C cancels it", file=sys.stderr, flush=True)
         while not has_ended((states := job_states([job_id]).get(job_id, {})).values()):
             if time.monotonic() > deadline_s:
                 reason = f"job {job_id} has not ended after {wait_s / 60:.0f} minutes ({states}); cancelled"
                 raise RunError(Exit.DEADLINE, f"areal-hpc doctor: {reason}; give it longer by --wait MINUTES")
             time.sleep(POLL_S)
     except BaseException:
-        ask("scancel", job_id)
+        failed, said = ask("scancel", job_id)
+        if failed:
+            print(f"areal-hpc doctor: job {job_id} is not cancelled: {said.strip()}", file=sys.stderr, flush=True)
         raise
     screen = _finished_text(output)
     print(screen, flush=True)

@@ -154,6 +154,6 @@ def test_ctrl_c_cancels_the_job(place):
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == Exit.INTERRUPTED
     deadline_s = time.monotonic() + 60
-    while not has_ended(job_states([job_id]).get(job_id, {}).values()):
-        assert time.monotonic() < deadline_s
+    while not has_ended((states := job_states([job_id]).get(job_id, {})).values()):
+        assert time.monotonic() < deadline_s, states
         time.sleep(1)

@@ -454,3 +454,23 @@ def test_ranks_that_end_badly_after_a_good_report(tmp_path, monkeypatch, capsys)
     code = doctor.inside(settings, doctor.doctor_job(settings, "c.yaml", [], 60.0), 60.0, environ)
     assert code == Exit.DONE
     assert "did not end as they should: srun ended with exit code 9" in " ".join(capsys.readouterr().out.split())
+
+
+def test_ctrl_c_as_soon_as_the_job_is_in_the_queue_cancels_it(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def ask(*command: str) -> tuple[int, str]:
+        asked.append(command)
+        return (0, "Submitted batch job 7") if command[0] == "sbatch" else (1, "scancel: no such thing")
+
+    def interrupted(*_, **__):
+        monkeypatch.setattr(doctor, "print", print)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "ask", ask)
+    monkeypatch.setattr(doctor, "print", interrupted, raising=False)
+    job = doctor.doctor_job(config(tmp_path), "config.yaml", (), 60.0)
+    with pytest.raises(KeyboardInterrupt):
+        doctor.submit(job, "#!/bin/bash\n", 60.0)
+    assert asked[1:] == [("scancel", "7")]
+    assert "job 7 is not cancelled: scancel: no such thing" in capsys.readouterr().err
