@@ -39,9 +39,14 @@ class OpenLog:
         return self.writer
 
     def take(self, received: Received) -> None:
-        """A message that came after the run; only reports and events still say anything."""
-        if self.desk is not None and isinstance(received.message, (ActivityReport, Event)):
+        """A message that came after the run; only reports and events still say anything. One that the log does not take
+        is said, not raised: the farewells of the others are waited for."""
+        if self.desk is None or not isinstance(received.message, (ActivityReport, Event)):
+            return
+        try:
             self.desk.handle(received)
+        except ValueError as error:
+            _say(f"rank {received.source}: its last {type(received.message).__name__} is not in the log: {error}")
 
     def __enter__(self) -> Self:
         return self
@@ -52,5 +57,9 @@ class OpenLog:
             if self.writer is not None:
                 self.writer.close()
         except RunError as error:
-            log.error("%s", error.reason)
-            print(f"areal-hpc: {error.reason}", file=sys.stderr, flush=True)
+            _say(error.reason)
+
+
+def _say(reason: str) -> None:
+    log.error("%s", reason)
+    print(f"areal-hpc: {reason}", file=sys.stderr, flush=True)

@@ -91,3 +91,13 @@ def test_a_run_that_ended_before_there_was_a_log(capsys):
     with OpenLog() as open_log:
         open_log.take(report(1, 2.0, 2.25))
     assert capsys.readouterr().err == ""
+
+
+def test_a_last_report_that_the_log_does_not_take_is_told_and_the_others_are_waited_for(tmp_path, capsys):
+    uneven = report(1, 2.0, 2.25)
+    uneven.arrays["stop_s"] = np.array([2.25, 3.0])
+    world = World(uneven, *(Received(rank, Farewell(), {}) for rank in (1, 2, 3)))
+    open_log, _ = opened(tmp_path / "log.h5", world)
+    with open_log:
+        assert say_farewell(world, Stop("done", True, True), 5.0, open_log.take) == []
+    assert "areal-hpc: rank 1: its last ActivityReport is not in the log: table activity" in capsys.readouterr().err
