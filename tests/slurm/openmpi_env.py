@@ -19,6 +19,7 @@ ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",
+    "SLURM_PMIX_FENCE": "ring",  # see areal_hpc/batchscript.py
 }
 
 

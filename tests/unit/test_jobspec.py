@@ -148,6 +148,17 @@ def test_one_allocation_over_pmi2_is_one_plain_step_with_the_same_layout(tmp_pat
     assert done.stdout.split() == sorted(done.stdout.split())
 
 
+@pytest.mark.parametrize(
+    ("mpi", "asked", "ring"), [("pmix", "", "ring"), ("pmix_v4", "tree", "tree"), ("pmi2", "", "")]
+)
+def test_ranks_over_pmix_meet_in_a_ring_unless_told_otherwise(mpi, asked, ring):
+    text = script(paper_shape(16, 48, mpi=mpi))
+    exports = "\n".join(line for line in text.splitlines() if line.startswith("export "))
+    given = {"SLURM_PMIX_FENCE": asked} if asked else {}
+    shell = ["bash", "-euc", f'{exports}\necho "${{SLURM_PMIX_FENCE:-}}"']
+    assert subprocess.run(shell, env=given, capture_output=True, text=True, check=True).stdout == f"{ring}\n"
+
+
 def test_shared_nodes_of_one_allocation_ask_for_what_the_fullest_needs():
     c = paper_shape(16, 48, shape="steps", common={"gpus_per_node": 8, "exclusive": False, "cpus_per_task": 6})
     (only,) = directives(script(c))
