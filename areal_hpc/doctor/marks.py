@@ -20,6 +20,9 @@ PHASES = ("started", "loaded", "joined")
 STEP_ENDED = "Terminating"
 """srun says so when it kills all ranks because of one."""
 
+BACKTRACE = re.compile(r"\[[^\]]*\] (\[ ?\d+\]|Signal code:|Failing at address:|\*\*\* )")
+"""What Open MPI prints of a crash beside the name of the signal, such as "[node1:269] [ 3] /lib/libmpi.so(+0xf)"."""
+
 Mark = dict[str, Any]
 
 CAUSES = (
@@ -96,7 +99,7 @@ def unfinished(
 
 def _said(noise: Sequence[str]) -> str:
     """The lines most worth reading: the last of ranks, then the first of srun, which knows why it ended."""
-    lines = list(dict.fromkeys(line.strip() for line in noise if line.strip()))
+    lines = list(dict.fromkeys(line.strip() for line in noise if line.strip() and not BACKTRACE.match(line.strip())))
     slurm = [line for line in lines if line.startswith(("srun:", "slurmstepd"))]
     rest = [line for line in lines if line not in slurm]
     return " | ".join(line[:250] for line in [*rest[-2:], *slurm[:2]])

@@ -290,6 +290,22 @@ def test_words_of_ranks_come_before_those_of_srun():
     assert why([], noise=noise)[1].text == "Fatal error in internal_Init_thread | srun: error: first | srun: second"
 
 
+def test_of_a_crash_the_signal_is_told_and_no_addresses():
+    crash = (
+        "[node1:01106] *** Process received signal ***",
+        "[node1:01106] Signal: Segmentation fault (11)",
+        "[node1:01106] Signal code: Address not mapped (1)",
+        "[node1:01106] Failing at address: 0xe0",
+        "[node1:01106] [ 0] /lib/x86_64-linux-gnu/libc.so.6(+0x3c050)[0x7f083aff7050]",
+        "[node1:01106] [29] /usr/lib/libpython3.11.so.1.0(PyEval_EvalCode+0x224)[0x7f083ac508e4]",
+        "[node1:01106] *** End of error message ***",
+        "srun: error: node3: task 4: Exited with exit code 14",
+    )
+    assert why([], noise=crash)[1].text == (
+        "[node1:01106] Signal: Segmentation fault (11) | srun: error: node3: task 4: Exited with exit code 14"
+    )
+
+
 def test_marks_survive_noise_around_them():
     assert parse(f'something {MARK}{{"a": 1}}\n') == {"a": 1}
     assert parse("plain text") is None
