@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import time
 from pathlib import Path
@@ -138,3 +139,23 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise AssertionError(f"job {job} has not ended after {timeout_s} s: {states}, accounting {rows}")
             time.sleep(0.2)
+
+    def what_is_going_on(self) -> str:
+        """For the report of a test that failed: jobs, hosts, and the last that Slurm's daemons wrote down."""
+        commands = (
+            ["squeue", "-t", "all"],
+            ["sinfo", "-N"],
+            ["scontrol", "-o", "show", "job"],
+            ["scontrol", "-o", "show", "step"],
+        )
+        parts = []
+        for words in commands:
+            try:
+                said = self.run(words, check=False, timeout_s=10)
+            except subprocess.TimeoutExpired:
+                said = "no answer"
+            parts.append(f"$ {shlex.join(words)}\n{said}")
+        for log in sorted(conf.LOG.glob("slurm*.log")):
+            lines = log.read_text(errors="replace").splitlines()
+            parts.append("\n".join([f"{log.name}:", *lines[-60 if log.name == "slurmctld.log" else -12 :]]) + "\n")
+        return "\n".join(parts)

@@ -79,6 +79,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_makereport(item: pytest.Item, call):
     report = (yield).get_result()
     report.on_cluster = report.when == "call" and "cluster" in getattr(item, "fixturenames", ())
+    if report.on_cluster and report.failed:
+        report.sections.append(("the cluster then", item.funcargs["cluster"].what_is_going_on()))
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
