@@ -19,7 +19,7 @@ SURVIVE = "AREAL_HPC_SURVIVE"
 FENCE = "export SLURM_PMIX_FENCE=${SLURM_PMIX_FENCE:-ring} # with the tree, MPI_Init crashes now and then"
 """Slurm's PMIx plugin answers a barrier at once, with an error, when its tree algorithm is asked for the next one too
 early. Open MPI takes that for the end of the barrier, and a rank crashes in MPI_Init: 6 of 266 starts with Slurm's
-default, 41 of 334 with the tree, 0 of 216 with the ring (22.05, hosts under load)."""
+default, 41 of 334 with the tree, 0 of 217 with the ring (22.05, hosts under load)."""
 
 
 def render(spec: JobSpec) -> str:
