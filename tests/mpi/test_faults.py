@@ -20,7 +20,7 @@ from tests.faults import assert_bound, assert_nothing_lost, fault, survive
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 STEPS, BATCH, GROUP, ETA = 10, 4, 4, 2
-CONTROLLER, TRAINER, ROLLOUT = 0, 1, 2
+CONTROLLER, TRAINER, ROLLOUT, REWARD = 0, 1, 2, 3
 
 
 def learning(tiny: Path, place: Path, **sections) -> dict:
@@ -118,14 +118,23 @@ def test_the_controller_is_killed(tmp_path, recovered):
     [
         ("hold", ROLLOUT, "rollout.decode*30"),
         slow("stop", TRAINER, "trainer.batch*4"),
-        slow("hold", 1, "trainer.batch*4"),
+        slow("hold", TRAINER, "trainer.batch*4"),
+        slow("stop", REWARD, "reward.score*40"),
     ],
 )
 def test_a_silent_rank(kind, rank, moment, tmp_path, recovered):
-    first = check(timed(tmp_path), recovered, fault(kind, rank, moment))
+    config = timed(tmp_path, reward={"ranks": 1} if rank == REWARD else {})
+    first = check(config, recovered, fault(kind, rank, moment))
     assert first.returncode == Exit.DEADLINE
-    assert f"rank {rank} ({'trainer' if rank == 1 else 'rollout'}) has not been heard for" in first.stderr
+    role = {TRAINER: "trainer", ROLLOUT: "rollout", REWARD: "reward"}[rank]
+    assert f"rank {rank} ({role}) has not been heard for" in first.stderr
     assert "most recent call first" in (tmp_path / "run/attempt_1/rank_0000.log").read_text()
+
+
+@pytest.mark.fault("reward rank killed", row=1)
+@pytest.mark.slow
+def test_a_reward_rank_is_killed(tmp_path, recovered):
+    check(timed(tmp_path, reward={"ranks": 1}), recovered, fault("kill", REWARD, "reward.score*40"))
 
 
 @pytest.mark.fault("exception on one rank", row=4)
