@@ -234,7 +234,9 @@ class HetSlurmExecutor(SlurmExecutor):
         paths = utils.JobPaths(self.folder)
         # srun's own %j and %t are wrong in later components: the component's number, and the task's counted twice.
         out, err = _as_task_sees(paths.stdout), _as_task_sees(paths.stderr)
-        task = f"bash -c {shlex.quote(f'SUBMITIT_EXECUTOR=slurm exec {command} >{out} 2>{err}')}"
+        # A warning before submitit listens is ignored: it would end the task. Slurm may send it a minute early.
+        body = f"trap '' USR2; SUBMITIT_EXECUTOR=slurm exec {command} >{out} 2>{err}"
+        task = f"bash -c {shlex.quote(body)}"
         return JobSpec(
             name=given["name"],
             folder=str(self.folder),

@@ -10,6 +10,8 @@ from areal_hpc.jobspec import merged, without_gpus
 
 PER_STEP = {"nodes", "ranks_per_node", "cpus_per_task"}
 """What the components of one allocation may differ in."""
+SIGNAL_EARLY_S = 60
+"""sbatch's manual: the signal of --signal may come so much earlier than asked for."""
 
 
 def _components(c: Config) -> Iterator[tuple[str, int, ComponentConfig]]:
@@ -52,6 +54,17 @@ def one_gpu_one_rank(c: Config) -> Iterator[Problem]:
                 f"{per_node} ranks on a node with gpus_per_node = {gpus}: some would share a GPU",
                 "ask for more nodes or fewer ranks",
             )
+
+
+@rule("slurm", "checkpoint.resume")
+def the_warning_leaves_time(c: Config) -> Iterator[Problem]:
+    limit_s, signal_s = 60 * c.slurm.minutes, c.slurm.signal_s if c.checkpoint.resume else 0
+    if signal_s >= limit_s:
+        text = f"{signal_s} s before the end of a job of {limit_s} s is before its start: nothing would get done"
+        yield Problem("slurm.signal_s", text, "give more slurm.minutes, or less here")
+    elif signal_s and signal_s + SIGNAL_EARLY_S > limit_s:
+        text = f"Slurm may warn up to {SIGNAL_EARLY_S} s early: of {limit_s} s there may be none left for work"
+        yield Problem("slurm.signal_s", text, "give more slurm.minutes, or less here", fatal=False)
 
 
 @rule("slurm")

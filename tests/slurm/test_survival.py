@@ -71,9 +71,10 @@ def assert_whole(job: RunJob, steps: int, num_attempts: int) -> None:
 def test_walltime(place, cluster):
     """Two minutes are too short: Slurm's warning saves the run, the job requeues itself and goes on.
 
-    Slurm looks every half a minute, and later on a busy machine; from 10 s before the end on the run would not wait.
+    It comes between 15 s after the start (Slurm may be a minute early) and 45 s before the end, or later on a busy
+    machine; from 10 s before the end on the run would not wait.
     """
-    path = simulated(place, slurm=HET | {"minutes": 2, "signal_s": 60, "reserve_s": 10})
+    path = simulated(place, slurm=HET | {"minutes": 2, "signal_s": 45, "reserve_s": 10})
     job = submit(path, LONG | {"steps": 400})
     wait_until(lambda: read_json(place / "run/attempt_1/end.json"), 170, lambda: str(job.component_states))
     (first,) = ends(job)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import stat
+import subprocess
 import time
 from pathlib import Path
 
@@ -121,6 +124,18 @@ def test_a_function_runs_in_every_task_of_every_component(executor, tmp_path):
     assert text.count("submitit.core._submit") == 2 and "#SBATCH --time=7" in text and "#SBATCH hetjob" in text
     assert f'>{tmp_path}/jobs/"$SLURM_JOB_ID"_"$SLURM_PROCID"_log.out' in text
     assert (tmp_path / "jobs/77_submitted.pkl").exists()
+
+
+def test_a_warning_before_submitit_listens_does_not_end_a_task(executor, tmp_path):
+    """Slurm may send it a minute early; Python has not even started then."""
+    executor.update_parameters(components={"a": {}}, mpi="pmi2", minutes=2)
+    executor.submit(print)
+    task = shlex.split((tmp_path / "jobs/77_submission.sh").read_text().splitlines()[-1])[-1]
+    early = re.sub(r"exec .* >", r"exec sh -c 'kill -USR2 $$; echo lives' >", task)
+    assert early != task
+    environ = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "77", "SLURM_PROCID": "0"}
+    done = subprocess.run(["bash", "-c", early], env=environ, timeout=20)
+    assert done.returncode == 0 and (tmp_path / "jobs/77_0_log.out").read_text() == "lives\n"
 
 
 def test_many_functions_become_many_jobs(executor):

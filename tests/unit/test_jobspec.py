@@ -15,6 +15,7 @@ import yaml
 from areal_hpc.batchscript import render
 from areal_hpc.config import ComponentConfig, Config
 from areal_hpc.config.check import ConfigErrors, check_config
+from areal_hpc.config.rules import broken_rules
 from areal_hpc.jobspec import components_of, merged, run_job
 
 REPOSITORY = Path(__file__).parents[2]
@@ -307,6 +308,23 @@ def test_ranks_do_not_share_gpus(tmp_path):
 def test_one_allocation_has_one_kind_of_node(tmp_path):
     slurm = {"shape": "steps", "head": {}, "rollout": {"partition": "x", "flags": ["--y"], "cpus_per_task": 2}}
     assert set(problems(tmp_path, slurm=slurm)) == {"slurm.head", "slurm.rollout.partition", "slurm.rollout.flags"}
+
+
+@pytest.mark.parametrize(
+    ("minutes", "signal_s", "resume", "message"),
+    [
+        (2, 120, True, "120 s before the end of a job of 120 s is before its start: nothing would get done"),
+        (3, 121, True, "Slurm may warn up to 60 s early: of 180 s there may be none left for work"),
+        (3, 120, True, None),
+        (2, 120, False, None),
+        (1, 0, True, None),
+    ],
+)
+def test_slurms_warning_leaves_time_for_work(tmp_path, minutes, signal_s, resume, message):
+    slurm = {"minutes": minutes, "signal_s": signal_s}
+    found = [p for p in broken_rules(config(slurm=slurm, checkpoint={"resume": resume}), set()) if "signal" in p.where]
+    assert [problem.message for problem in found] == ([message] if message else [])
+    assert all(problem.fatal == (minutes == 2) for problem in found)
 
 
 def test_files_may_be_elsewhere_but_nothing_else(tmp_path):
