@@ -52,7 +52,7 @@ class RewardConfig(Section):
     truncated: Literal["as_is", "wrong", "mask"] = "as_is"
     """Answers that met max_new_tokens: as_is: judged like others; wrong: wrong unseen; mask: left out of training."""
     sandbox: Literal["auto", "namespaces", "bwrap", "rlimits"] = "auto"
-    """Isolation of programs from answers; auto: namespaces or bwrap, else refused; rlimits: limits, no isolation."""
+    """Isolation of programs from answers; auto: bwrap, else namespaces, else refused; rlimits: limits, no isolation."""
     ranks: Annotated[Whole, Field(ge=0), Unit("MPI ranks")] = 0
     """MPI ranks that only score answers; 0: every rollout rank does it on its spare cores."""
     workers: Annotated[Count, Unit("processes per rank")] = 1

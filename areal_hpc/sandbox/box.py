@@ -44,7 +44,7 @@ class Ended:
 
 
 class Sandbox:
-    """One program in one isolation of its own, for all of its tests; nothing of it is alive after `close`.
+    """A program in an isolation of its own, for all of its tests; nothing of it is alive after `close` or `empty`.
 
     Args:
         mode: one of MODES. "bwrap" and "namespaces" give the same guarantees; "rlimits" neither hides files and
@@ -106,6 +106,17 @@ class Sandbox:
                 return passed is True, str(why)
         self.close()  # the test may lie unread in the socket: the next one gets a new start
         return False, f"the tests ended by {ended.end} {ended.code}"
+
+    def empty(self) -> bool:
+        """Make it ready for another program. False: it cannot be shown to be as it was at the start, so close it."""
+        if self.mode == "rlimits" or not self._alive:
+            return False
+        self._program = self.deadline = None
+        try:
+            wire.send(self._control, {"do": "empty"})
+        except wire.Closed:
+            return False
+        return self._answer().well
 
     def close(self) -> None:
         """End it and wait until all of its processes are gone."""

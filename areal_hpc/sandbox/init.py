@@ -25,6 +25,9 @@ MAX_MESSAGE_BYTES = 256 << 20
 MAX_FILES = 1 << 14
 """In /tmp and in /dev/shm: empty files cost memory, too."""
 
+WRITABLE = ("/tmp", "/dev/shm")
+"""All that a program can write to: it has no rights, sockets, shared memory or queues besides (see `kernel`)."""
+
 _TICK_S = 0.02
 _STACK_BYTES = 64 << 20
 _NAMESPACES_COUNT_PROCESSES = (5, 14)
@@ -52,6 +55,7 @@ class Init:
         self._wake, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        self._fresh = _traces() if self._alone else None
 
     def serve(self) -> NoReturn:
         """Answer the caller until it closes its end."""
@@ -61,9 +65,23 @@ class Init:
             if name == "program":
                 self._program = request
                 continue
+            if name == "empty":
+                wire.send(self._control, self._empty().message())
+                continue
             self._wall_s = request.pop("wall_s")
             ending = self._check() if name == "check" else self._run(name, request)
             wire.send(self._control, ending.message())
+
+    def _empty(self) -> Ending:
+        """Kill and delete what is left of a program; code 0 if nothing is, and everything is as it was at the start."""
+        self._program, ending = {}, Ending()
+        ending.end, ending.code = "exit", 1
+        self._kill_all()
+        with contextlib.suppress(OSError, RecursionError):
+            for place in WRITABLE:
+                _wipe(place)
+            ending.code = int(_traces() != self._fresh)
+        return ending
 
     def _run(self, name: str, request: dict[str, Any]) -> Ending:
         """A test of one process: its input goes in by one pipe, its output comes out by another."""
@@ -225,7 +243,7 @@ class Init:
         if kibibytes << 10 > self._limits.memory_bytes:
             return "memory"
         if self._alone:
-            for place in ("/tmp", "/dev/shm"):
+            for place in WRITABLE:
                 has = os.statvfs(place)
                 if has.f_files - has.f_ffree > MAX_FILES:
                     return "files"
@@ -244,6 +262,27 @@ class Init:
                 os.waitpid(-1, 0)
             except ChildProcessError:
                 return
+
+
+def _traces() -> list[Any]:
+    """Whatever one program can change and the next one see: names, sizes, numbers of files, rights and labels."""
+    found: list[Any] = []
+    for place in WRITABLE:
+        has, info = os.statvfs(place), os.stat(place)
+        found += [os.listdir(place), os.listxattr(place), has.f_bfree, has.f_ffree, info.st_mode, info.st_uid]
+    return found
+
+
+def _wipe(place: str) -> None:
+    """Delete everything in a directory. Nobody else is alive to change it meanwhile."""
+    with os.scandir(place) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                os.chmod(entry.path, 0o700)
+                _wipe(entry.path)
+                os.rmdir(entry.path)
+            else:
+                os.unlink(entry.path)
 
 
 def _num_tasks(uid: int) -> int:

@@ -1,7 +1,7 @@
 """Parent of sandboxes: `python -s -S -c BOOT SOCKET_FD PARENT_PID`, one for each process that has programs run.
 
 A fresh interpreter per program would cost more than the program. This one starts once, with an empty environment, and
-loads what programs like to import; every program gets a fork of it, which then makes namespaces of its own. It never
+loads what programs like to import; every sandbox is a fork of it, which then makes namespaces of its own. It never
 runs a program itself and never sees one: each fork reads its orders from a socket that the zygote only passes on.
 """
 

@@ -25,6 +25,7 @@ from areal_hpc.sandbox.box import Sandbox
 from areal_hpc.sandbox.isolation import choose
 from areal_hpc.sandbox.languages import LANGUAGES, Language
 from areal_hpc.sandbox.limits import Limits
+from areal_hpc.sandbox.pool import lent
 from areal_hpc.verifiers.outputs import json_value, same_text, same_value
 
 _MODE = choose()  # no isolation: the import fails, so a run ends before its first answer
@@ -67,7 +68,7 @@ def reward(
     if program is None:
         return 0.0, "unparsed"
     num_passed = 0
-    with Sandbox(_MODE, limits) as sandbox:
+    with lent(_MODE, limits) as sandbox:
         sandbox.program(LANGUAGES[language], _whole(setup, program) if language == "python" else program)
         sandbox.deadline = time.monotonic() + total_s
         for test in tests if partial else _joined(tests):

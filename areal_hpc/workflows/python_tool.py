@@ -104,11 +104,11 @@ def run_python(program: str, wall_s: float) -> str:
     Raises:
         SandboxError: this machine offers none.
     """
-    from areal_hpc.sandbox.box import Sandbox
     from areal_hpc.sandbox.languages import LANGUAGES
     from areal_hpc.sandbox.limits import Limits
+    from areal_hpc.sandbox.pool import lent
 
-    with Sandbox(_mode(), Limits(wall_s=wall_s)) as sandbox:
+    with lent(_mode(), Limits(wall_s=wall_s)) as sandbox:
         sandbox.program(LANGUAGES["python"], _TRACED.format(source=program))
         ended = sandbox.run_main("")
     text = ended.output.decode("utf-8", "replace")

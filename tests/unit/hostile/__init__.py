@@ -4,6 +4,6 @@ No imports but the standard library's: `python -m tests.unit.hostile MODE [NAME 
 """
 
 from tests.unit.hostile import cheats, escapes, greedy, judges, killers  # noqa: F401  each adds to the corpus
-from tests.unit.hostile.base import CORPUS, Hostile, alive, run
+from tests.unit.hostile.base import CORPUS, Hostile, alive, ancestors, run, running
 
-__all__ = ["CORPUS", "Hostile", "alive", "run"]
+__all__ = ["CORPUS", "Hostile", "alive", "ancestors", "run", "running"]

@@ -7,6 +7,7 @@ import os
 import sys
 import textwrap
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,25 +53,55 @@ def hostile(name: str, tests: list[dict[str, Any]], program: str, outcome: str =
     CORPUS.append(Hostile(name, textwrap.dedent(program), tests, outcome, **more))
 
 
+def ancestors(pid: int) -> list[int]:
+    """All processes above one, nearest first. Raises OSError when one of them ends meanwhile."""
+    above = []
+    while pid > 1:
+        with open(f"/proc/{pid}/status") as file:
+            pid = int(file.read().partition("PPid:")[2].split()[0])
+        above.append(pid)
+    return above
+
+
 def alive(pid_namespace: str) -> list[int]:
-    """Processes in that namespace, as far as this user may see."""
+    """Processes below this one in that namespace, as far as this user may see. Others may have one of the same name:
+    Linux gives a number that is free again to whoever comes next."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/{name}/ns/pid") == pid_namespace:
+            if os.readlink(f"/proc/{name}/ns/pid") == pid_namespace and os.getpid() in ancestors(int(name)):
                 found.append(int(name))
+    return found
+
+
+def running(pids: Iterable[int]) -> list[int]:
+    """Those that have not ended."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+            found += [pid] if file.read().rpartition(")")[2].split()[0] not in "ZX" else []
+    return found
+
+
+def of_the_program(pid_namespace: str) -> list[int]:
+    """Processes in that namespace but the first, which waits for the next program."""
+    found = []
+    for pid in alive(pid_namespace):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+            found += [pid for line in file if line.startswith("NSpid:") and line.split()[-1] != "1"]
     return found
 
 
 def run(mode: str, case: Hostile) -> tuple[str, list[int], float]:
     """Outcome, processes that were left, seconds."""
     os.environ["AREAL_HPC_SANDBOX"] = mode
+    from areal_hpc.sandbox import pool
     from areal_hpc.sandbox.limits import Limits
     from areal_hpc.verifiers import code
 
     namespaces = []
 
-    class Watched(code.Sandbox):
+    class Watched(pool.Sandbox):
         def _greet(self, settings):
             super()._greet(settings)
             namespaces.append(self.pid_namespace)
@@ -78,10 +109,14 @@ def run(mode: str, case: Hostile) -> tuple[str, list[int], float]:
     limits = Limits(**{"wall_s": case.wall_s, "cpu_s": 10, "memory_bytes": 1 << 28, **case.limits})
     metadata = {"tests": case.tests, "setup": case.setup, "entry_point": None}
     started = time.monotonic()
-    original, code.Sandbox, code._MODE = code.Sandbox, Watched, mode
+    pool.close_idle()
+    original, pool.Sandbox, code._MODE = pool.Sandbox, Watched, mode
     try:
         outcome = code.reward("", f"```python\n{case.program}\n```", metadata, limits=limits)[1]
     finally:
-        code.Sandbox = original
+        pool.Sandbox = original
     seconds = time.monotonic() - started
-    return outcome, [pid for namespace in namespaces for pid in alive(namespace)], seconds
+    left = [pid for namespace in namespaces for pid in of_the_program(namespace)]
+    everything = [pid for namespace in namespaces for pid in alive(namespace)]
+    pool.close_idle()
+    return outcome, [*left, *running(everything)], seconds
