@@ -26,7 +26,8 @@ from tests.slurm.test_survival import version
 
 SOAK_S = float(os.environ.get("AREAL_HPC_SOAK_S", "1200"))
 MEAN_S = 60.0
-BATCH, GROUP, ETA, PROMPTS = 8, 4, 2, 40_000
+BATCH, GROUP, ETA = 8, 4, 2
+PROMPTS = 100_000  # for more than twice the steps that 1200 s have been seen to take
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(int(SOAK_S) + 600)]
 
 
