@@ -44,7 +44,7 @@ _REPEATING = re.compile(
     r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot|overset\{\.\})\{?(\d+)\}?|\((\d+)\))(?:\\dot\{?(\d)\}?|(\d*)\\dot\{?(\d)\}?)?"
     r" ?(?:\\ldots|\.\.\.+)?"
 )
-_ELLIPSIS = re.compile(r"(\d*)\.(\d+?)((\d+?)\4{2,}|(\d{2,}?)\5+)(\d*) ?(?:\\ldots|\.\.\.+)")
+_ELLIPSIS = re.compile(r"(\d*)\.(\d+) ?(?:\\ldots|\.\.\.+)")
 _POWER_OF_TEN = re.compile(r"(?:(.+?) ?(?:\\times|\\cdot|\*|[xX]) ?)?10 ?\^ ?(?:\{([+-]?\d+)\}|([+-]?\d+))")
 _E_NOTATION = re.compile(r"(\d+|\d+\.\d*|\.\d+|\d{1,3}(?:,\d{3})+(?:\.\d+)?) ?[eE] ?\{?([+-]?\d+)\}?")
 _MIXED = re.compile(r"(\d+)(?: ?\\frac\{(\d+)\}\{(\d+)\}| (?:and )?(\d+) ?/ ?(\d+))")
@@ -174,11 +174,25 @@ def _repeating(text: str) -> Number | None:
     if match := _REPEATING.fullmatch(text):
         block = (match[3] or match[4]) + (match[5] or "") + (match[6] or "") + (match[7] or "")
         return _series(match[1], match[2], block)
-    if match := _ELLIPSIS.fullmatch(text) or _ELLIPSIS.fullmatch(text.replace(".", ".0", 1)):
-        block, rest = match[4] or match[5], match[6]
-        shift = 0 if "." + match[2] + match[3] + rest in text else 1  # a zero was put in to let the head be empty
-        if block.startswith(rest) and len(rest) < len(block):
-            return _series(match[1], match[2][shift:], block)
+    if (match := _ELLIPSIS.fullmatch(text)) and (parts := _period(match[2])):
+        return _series(match[1], *parts)
+    return None
+
+
+def _period(digits: str) -> tuple[str, str] | None:
+    """(Head, block) of digits that repeat up to their end, the last time perhaps in part, with the shortest head: one
+    digit three times, or more of them twice."""
+    back = digits[::-1]
+    borders = [0]  # of each beginning of `back`: the longest that is its end as well (Knuth, Morris and Pratt)
+    for char in back[1:]:
+        border = borders[-1]
+        while border and back[border] != char:
+            border = borders[border - 1]
+        borders.append(border + (back[border] == char))
+    for length in range(len(digits), 1, -1):
+        size, start = length - borders[length - 1], len(digits) - length
+        if length // size >= (3 if size == 1 else 2):
+            return digits[:start], digits[start : start + size]
     return None
 
 

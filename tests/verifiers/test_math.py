@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from areal_hpc.rewards import RewardService
@@ -204,6 +204,7 @@ def test_integers_are_read_with_every_separator(n):
 
 
 @given(st.integers(0, 9999), st.integers(1, 199))
+@example(1725, 163)  # ...5828220858...: the period has a repetition inside
 @settings(deadline=None)
 def test_decimals_of_fractions_are_read_exactly(top, bottom):
     """Long division gives the digits; the remainder that comes again starts the period."""
