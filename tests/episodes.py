@@ -6,6 +6,8 @@ import asyncio
 import os
 import random
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 from areal_hpc.workflows import ToolError, ToolTimeout
 
@@ -35,7 +37,21 @@ def scores(turns: list[str]) -> list[float]:
     return [sum(1.0 if letter in "abcd" else -1.0 for letter in text) for text in turns]
 
 
-async def three_turns(prompt, engine, delay_s: float = 0.0):
+def held_neighbours(letter: str) -> dict:
+    """The same tool, which holds every call of a run after the first AREAL_HPC_TEST_FREE_CALLS until it is ended."""
+    if num_free := os.environ.get("AREAL_HPC_TEST_FREE_CALLS"):
+        run_dir = Path(os.environ["AREAL_HPC_TEST_RUN"])
+        with run_dir.with_suffix(".calls").open("ab") as calls:
+            calls.write(b".")
+            calls.flush()
+            num_calls = os.fstat(calls.fileno()).st_size
+        if num_calls > int(num_free):
+            run_dir.with_suffix(".held").touch()
+            time.sleep(60)
+    return neighbours(letter)
+
+
+async def three_turns(prompt, engine, tool: Callable[[str], dict] = neighbours):
     """A turn ends at a trigger, whose neighbours are looked up and put in; a reward for each turn."""
     turns = []
     while len(turns) < 3:
@@ -44,14 +60,14 @@ async def three_turns(prompt, engine, delay_s: float = 0.0):
         if turn.finish == "eos" or turn.finish == "length" and engine.room == 0:
             break
         if turn.finish == "stop":
-            found = await engine.run(neighbours, turn.text[-1], delay_s)
+            found = await engine.run(tool, turn.text[-1])
             engine.append(found["text"])
     return scores(turns)
 
 
-async def three_slow_turns(prompt, engine):
-    """The same, so slow that a signal finds it in the middle."""
-    return await three_turns(prompt, engine, 0.1)
+async def three_held_turns(prompt, engine):
+    """The same, held where a signal is to find it in the middle."""
+    return await three_turns(prompt, engine, held_neighbours)
 
 
 async def slow_tools(prompt, engine):

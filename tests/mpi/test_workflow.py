@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +17,8 @@ from areal_hpc.runlog import RunLog
 from areal_hpc.sandbox.isolation import choose
 from areal_hpc.sandbox.limits import SandboxError
 from tests import reference_episodes, runs, tiny_python
-from tests.mpi.test_resume import OFTEN, stop_at
-from tests.runs import run, tiny_config
+from tests.mpi.test_resume import OFTEN
+from tests.runs import finish, run, start, tiny_config, wait_until
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
@@ -116,18 +117,26 @@ def test_every_sampled_token_has_the_log_prob_of_the_version_it_is_tagged_with(t
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGUSR2])
 def test_the_losses_are_those_of_a_run_that_never_stopped(synchronous, tiny_dir, tmp_path, number):
-    """The controller is killed without warning, or told to save in the middle of episodes."""
-    slow = workflow("three_slow_turns", discount=0.5, tool_workers=4)
-    for trial in range(3):
-        parts = tiny_config(tiny_dir, tmp_path / f"parts_{trial}", **OFTEN | SYNC | slow)
-        stopped = stop_at(parts, 2, number)
-        assert stopped.returncode == Exit.REQUEUE if number == signal.SIGUSR2 else stopped.returncode != 0
-        run(parts).assert_done()
-        first, second = (RunLog(parts["run_dir"], attempt) for attempt in (1, 2))
-        assert_as_if_never_stopped(synchronous[1].log().steps, first, second)
-        if number == signal.SIGKILL or num_restored_tokens(second) > 0:
-            return
-    pytest.fail("no signal of three found an episode in the middle")
+    """The controller is killed without warning, or told to save, while all episodes of a step wait for their tools."""
+    config = tiny_config(
+        tiny_dir, tmp_path / "run", **OFTEN | SYNC | workflow("three_held_turns", discount=0.5, tool_workers=4)
+    )
+    trajectories = synchronous[1].log().trajectories.query("fate == 'consumed'")
+    at_most_called = trajectories[trajectories.consumed_step <= 2].num_turns.sum()
+    process = start(config, {"AREAL_HPC_TEST_FREE_CALLS": str(at_most_called)})
+    wait_until((tmp_path / "run.held").exists, 90, "an episode in the middle, after two steps")
+    os.kill(pid_of_controller(config), number)
+    stopped = finish(process, config)
+    assert stopped.returncode == Exit.REQUEUE if number == signal.SIGUSR2 else stopped.returncode != 0
+    run(config).assert_done()
+    first, second = (RunLog(config["run_dir"], attempt) for attempt in (1, 2))
+    assert_as_if_never_stopped(synchronous[1].log().steps, first, second)
+    assert number == signal.SIGKILL or num_restored_tokens(second) > 0
+
+
+def pid_of_controller(config: dict) -> int:
+    ranks = RunLog(config["run_dir"]).ranks
+    return int(ranks.pid[ranks["rank"] == 0].item())
 
 
 def assert_as_if_never_stopped(expected: pd.DataFrame, first: RunLog, second: RunLog) -> None:
