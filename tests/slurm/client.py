@@ -141,12 +141,13 @@ class Cluster:
             time.sleep(0.2)
 
     def what_is_going_on(self) -> str:
-        """For the report of a test that failed: jobs, hosts, and the last that Slurm's daemons wrote down."""
+        """For the report of a test that failed, short enough to be printed whole: what has not ended yet, in Slurm and
+        as processes, and the last that Slurm's daemons wrote down."""
         commands = (
-            ["squeue", "-t", "all"],
-            ["sinfo", "-N"],
-            ["scontrol", "-o", "show", "job"],
-            ["scontrol", "-o", "show", "step"],
+            ["ps", "-ww", "-eo", "pid,ppid,stat,nlwp,etimes,wchan:20,args"],
+            ["squeue", "-h", "-o", "%i %T %M %N %r"],
+            ["squeue", "-h", "-s", "-o", "%i %M %N"],
+            ["sinfo", "-h", "-p", "all", "-o", "%T %N"],
         )
         parts = []
         for words in commands:
@@ -154,8 +155,15 @@ class Cluster:
                 said = self.run(words, check=False, timeout_s=10)
             except subprocess.TimeoutExpired:
                 said = "no answer"
-            parts.append(f"$ {shlex.join(words)}\n{said}")
+            lines = _of_jobs(said) if words[0] == "ps" else said.splitlines()[-20:]
+            parts.append("\n".join([f"$ {shlex.join(words)}", *lines]))
         for log in sorted(conf.LOG.glob("slurm*.log")):
-            lines = log.read_text(errors="replace").splitlines()
-            parts.append("\n".join([f"{log.name}:", *lines[-60 if log.name == "slurmctld.log" else -12 :]]) + "\n")
+            lines = log.read_text(errors="replace").splitlines()[-12 if log.name == "slurmctld.log" else -4 :]
+            parts.append("\n".join([f"{log.name}:", *(line[12:150] for line in lines)]))
         return "\n".join(parts)
+
+
+def _of_jobs(processes: str) -> list[str]:
+    """Those lines of `ps` that are about jobs: what srun and slurmstepd run, and themselves."""
+    words = ("slurmstepd:", "srun ", "areal_hpc")
+    return [line[:180] for line in processes.splitlines() if any(word in line for word in words)][:30]
