@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from areal_hpc.jobspec import Component, JobSpec
 
@@ -20,10 +20,18 @@ FENCE = "export SLURM_PMIX_FENCE=${SLURM_PMIX_FENCE:-ring} # with the tree, MPI_
 """Slurm's PMIx plugin answers a barrier at once, with an error, when its tree algorithm is asked for the next one too
 early. Open MPI takes that for the end of the barrier, and a rank crashes in MPI_Init: 6 of 266 starts with Slurm's
 default, 41 of 334 with the tree, 0 of 217 with the ring (22.05, hosts under load)."""
+WATCH = 'srun() { "$PYTHON" -m areal_hpc.srun "$@"; } # which over PMIx may hang when all ranks have ended'
+"""See srun.py."""
 
 
 def render(spec: JobSpec) -> str:
     """The script: #SBATCH lines of all components, setup, prologue, one srun that makes one MPI world, epilogue."""
+    parts = [list(spec.prologue), ["code=0"] if spec.epilogue else [], list(_srun(spec)), list(spec.epilogue)]
+    return head(spec) + _text(parts)
+
+
+def head(spec: JobSpec) -> str:
+    """All of it that comes before the prologue: directives, the user's setup, environment, PYTHON."""
     parts = [
         ["#!/bin/bash", *(f"# {line}" for line in spec.title), f"# {summary(spec)}"],
         list(_directives(spec)),
@@ -32,13 +40,14 @@ def render(spec: JobSpec) -> str:
             f"export {' '.join(f'{name}={value}' for name, value in environment(spec).items())}",
             f"unset {' '.join(_inherited(spec))} # each component says its own below",
         ],
-        [FENCE] if spec.mpi.startswith("pmix") else [],
-        list(spec.prologue),
-        ["code=0"] if spec.epilogue else [],
-        list(_srun(spec)),
-        list(spec.epilogue),
+        [f"PYTHON={shlex.quote(spec.python)}"],
+        [FENCE, WATCH] if spec.mpi.startswith("pmix") else [],
     ]
-    return "\n".join(line for part in parts for line in part) + "\n"
+    return _text(parts)
+
+
+def _text(parts: Iterable[Iterable[str]]) -> str:
+    return "".join(f"{line}\n" for part in parts for line in part)
 
 
 def environment(spec: JobSpec) -> dict[str, str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -243,6 +244,7 @@ class HetSlurmExecutor(SlurmExecutor):
             components=tuple(_component(name, values, task) for name, values in given["components"].items()),
             shape=given["shape"],
             mpi=given["mpi"],
+            python=sys.executable,
             minutes=given["minutes"],
             output=str(paths.stdout).replace("%t", "0"),
             setup=tuple(given["setup"]),

@@ -60,6 +60,7 @@ class JobSpec:
         components: in world order.
         shape: "het" for a heterogeneous job, "steps" for one allocation with a heterogeneous step.
         mpi: srun's MPI plugin.
+        python: interpreter on the nodes, $PYTHON in the script.
         minutes: time limit.
         output: file for everything the job prints; %j is the job id.
         setup: shell lines before anything else, as the user wrote them.
@@ -77,6 +78,7 @@ class JobSpec:
     components: tuple[Component, ...]
     shape: Shape
     mpi: str
+    python: str
     minutes: int
     output: str
     setup: tuple[str, ...] = ()
@@ -150,11 +152,11 @@ def run_job(config: Config, path: str, overrides: Sequence[str], python: str, ti
         ),
         shape=slurm.shape,
         mpi=slurm.mpi,
+        python=slurm.python or python,
         minutes=slurm.minutes,
         output=slurm.output or f"{folder}/%j.out",
         setup=slurm.setup,
         prologue=(
-            f"PYTHON={shlex.quote(slurm.python or python)}",
             "export AREAL_HPC_BATCH_SCRIPT=$0",
             f'ATTEMPT_DIR=$("$PYTHON" {begin})',
             '[ -n "$ATTEMPT_DIR" ] || exit 0 # the run is finished',

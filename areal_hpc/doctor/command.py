@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
+from areal_hpc.batchscript import head
 from areal_hpc.batchscript import render as render_script
 from areal_hpc.config import Config
 from areal_hpc.config.check import check_config
@@ -35,7 +36,6 @@ from areal_hpc.slurmfacts import Finding, combination, expand, library_name, plu
 COMMAND_S = 30.0
 KILL_AFTER_S = 10.0
 POLL_S = 1.0
-SLURM_STEPS = "\nsrun "
 
 
 def main(argv: Sequence[str]) -> int:
@@ -106,7 +106,7 @@ def doctor_job(config: Config, path: str, overrides: Sequence[str], deadline_s: 
         name=f"{spec.name}-doctor",
         minutes=2 + int(deadline_s // 60),
         output=f"{spec.folder}/doctor-%j.out",
-        prologue=(f"PYTHON={shlex.quote(config.slurm.python or sys.executable)}",),
+        prologue=(),
         components=tuple(replace(c, command=f"{rank} {c.name}") for c in spec.components),
         signal=None,
         epilogue=(),
@@ -114,15 +114,10 @@ def doctor_job(config: Config, path: str, overrides: Sequence[str], deadline_s: 
     )
 
 
-def head_of(script: str) -> str:
-    """Everything before srun: directives, the user's setup, environment, PYTHON."""
-    return script[: script.index(SLURM_STEPS)] + "\n"
-
-
 def doctor_script(spec: JobSpec, options: argparse.Namespace) -> str:
     """A batch script that runs the doctor inside the job."""
     again = shlex.join([options.config, *options.overrides, "--deadline", str(options.deadline)])
-    return head_of(render_script(spec)) + f'exec "$PYTHON" -m areal_hpc.cli doctor {again}\n'
+    return head(spec) + f'exec "$PYTHON" -m areal_hpc.cli doctor {again}\n'
 
 
 # --------------------------------------------------------------------------------------------------- three places
@@ -132,7 +127,7 @@ def inside(config: Config, spec: JobSpec, deadline_s: float, environ: Mapping[st
     mismatch = wrong_allocation(spec, environ)
     heard = None if mismatch else Heard(["bash", "-c", script], deadline_s)
     marks = heard.marks if heard else []
-    library = next((str(m["library"]) for m in marks if "library" in m), "") or library_of(script)
+    library = next((str(m["library"]) for m in marks if "library" in m), "") or library_of(spec)
     findings = [*mismatch, *about_slurm(config, library, hosts), *findings_in(marks)]
     if heard and not any("end" in mark for mark in marks):
         everywhere = sorted({host for group in hosts for host in group})
@@ -147,7 +142,7 @@ def inside(config: Config, spec: JobSpec, deadline_s: float, environ: Mapping[st
 
 def outside(config: Config, spec: JobSpec) -> int:
     """On a login node: what needs no allocation. Always CONFIG: the question itself stays open."""
-    findings = about_slurm(config, library_of(render_script(spec)), ())
+    findings = about_slurm(config, library_of(spec), ())
     for what, path in (("model", config.model.path), *(("data", path) for path in data_paths(config))):
         if not Path(path).exists() and not (config.is_simulated and what == "model"):
             findings.append(Finding("warn", "offline", f"{what} {path} is not here", "fetch it before the run starts"))
@@ -253,9 +248,9 @@ def wrong_allocation(spec: JobSpec, environ: Mapping[str, str]) -> list[Finding]
     return []
 
 
-def library_of(script: str) -> str:
+def library_of(spec: JobSpec) -> str:
     """What the MPI library says that the ranks' Python loads, after the user's setup lines."""
-    heard = Heard(["bash", "-c", head_of(script) + '"$PYTHON" -m areal_hpc.doctor.rank --library'], COMMAND_S)
+    heard = Heard(["bash", "-c", head(spec) + '"$PYTHON" -m areal_hpc.doctor.rank --library'], COMMAND_S)
     return next((str(mark["library"]) for mark in heard.marks if "library" in mark), "")
 
 

@@ -266,6 +266,28 @@ def test_a_function_in_every_task_of_both_components(place):
     assert all("completed successfully" in (job.task(task).stdout() or "") for task in range(3))
 
 
+def test_a_job_ends_although_srun_hangs_after_its_step(place):
+    """Over PMIx it sometimes does (areal_hpc/srun.py); here always. Two jobs: what their tasks end with is kept."""
+    lingering = place / "bin/srun"
+    lingering.parent.mkdir()
+    lingering.write_text(f'#!/bin/bash\n{shutil.which("srun")} "$@"\nexec sleep 600\n')
+    lingering.chmod(0o755)
+    jobs = []
+    for partition, function in (("trainer", socket.gethostname), ("rollout", sys.exit)):
+        executor = HetSlurmExecutor(place / f"{partition}-%j")
+        component = {"exclusive": False, "partition": partition}
+        executor.update_parameters(components={"a": component, "b": component}, mpi="pmix", minutes=4)
+        executor.update_parameters(setup=[f"PATH={lingering.parent}:$PATH"])
+        jobs.append(executor.submit(function, *([3] if function is sys.exit else [])))
+    good, bad = jobs
+    good.wait()
+    bad.wait()
+    assert len(good.results()) == 2 and good.state == "COMPLETED"
+    assert bad.state == "FAILED"
+    printed = [next(place.glob(f"*-{job.job_id}/{job.job_id}_0_log.out")).read_text() for job in jobs]
+    assert ["its job step has ended (exit code 0)" in text for text in printed] == [True, False], printed
+
+
 # ------------------------------------------------------------------------------------------------------- cancel
 def start_long_run(place: Path) -> RunJob:
     """A run that would take very long, in training."""

@@ -346,7 +346,10 @@ def test_the_doctor_starts_the_very_step_of_the_run(tmp_path):
     assert step(script) == step(run) and len(step(run)) == 3
     assert "module load mpich" in script and "areal_hpc.attempt" not in script
     assert "#SBATCH --time=4" in script and "#SBATCH --job-name=big-doctor" in script
-    assert "srun" not in doctor.head_of(script) and "PYTHON=" in doctor.head_of(script)
+    inside = doctor.doctor_script(run_job(settings, "c.yaml", [], "/py"), doctor._parser().parse_args(["c.yaml"]))
+    assert "srun" not in inside and inside.endswith(
+        '\nPYTHON=/py\nexec "$PYTHON" -m areal_hpc.cli doctor c.yaml --deadline 120.0\n'
+    )
 
 
 def test_the_plan_survives_the_command_line(tmp_path):
@@ -383,7 +386,7 @@ def test_outside_an_allocation(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     answers = {"--version": "slurm 25.11.1", "--mpi=list": "MPI plugin types are...\n\tpmix\n", "show": ""}
     monkeypatch.setattr(doctor, "ask", lambda *command: (0, answers[command[1]]))
-    monkeypatch.setattr(doctor, "library_of", lambda script: "MPICH Version: 5.0.2")
+    monkeypatch.setattr(doctor, "library_of", lambda spec: "MPICH Version: 5.0.2")
     path = tmp_path / "c.yaml"
     path.write_text(yaml.safe_dump(config(tmp_path).model_dump(mode="json", exclude_defaults=True)))
     assert doctor.main([str(path)]) == Exit.CONFIG

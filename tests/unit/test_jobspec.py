@@ -186,24 +186,28 @@ def test_every_odd_character_reaches_the_program(tmp_path):
     assert done.stdout.strip() == "-m areal_hpc.attempt my config.yaml " + " ".join(odd), done.stderr
 
 
-def test_a_place_with_spaces_and_quotes(tmp_path):
-    """The script up to the end of srun, run by a shell in such a place, with a Python there that repeats its words."""
+@pytest.mark.parametrize("mpi", ["pmi2", "pmix"])
+def test_a_place_with_spaces_and_quotes(tmp_path, mpi):
+    """The script up to the end of srun, run by a shell in such a place, with a Python there that repeats its words;
+    over PMIx it is Python that starts srun."""
     place = tmp_path / 'it\'s a "place"'
     place.mkdir()
     python = place / "python"
-    python.write_text('#!/bin/bash\necho "$PWD|${0##*/}|$*" >> heard\necho "$PWD/attempt_1"\n')
+    srun = "printf '%s\\n' \"$@\""
+    asked = f'if [ "$2" = areal_hpc.srun ]; then shift 2; {srun}; exit; fi'
+    python.write_text(f'#!/bin/bash\n{asked}\necho "$PWD|${{0##*/}}|$*" >> heard\necho "$PWD/attempt_1"\n')
     python.chmod(0o755)
-    mine = config(run_dir=f"{place}/run", reward={"function": "tests.tiny:reward", "ranks": 1})
+    mine = config(run_dir=f"{place}/run", reward={"function": "tests.tiny:reward", "ranks": 1}, slurm={"mpi": mpi})
     text = render(run_job(mine, "my config's.yaml", [f"data.train={place}/d"], str(python)))
     assert [part[1] for part in directives(text)[:1]] == [f"--output={place}/run/slurm/%j.out"]
-    fakes = """srun() { printf '%s\\n' "$@"; }\n"""
-    script = fakes + text[: text.index("# the attempt knows")]
+    script = f"srun() {{ {srun if mpi == 'pmi2' else 'false'}; }}\n" + text[: text.index("# the attempt knows")]
     done = subprocess.run(["bash", "-c", script, "script"], cwd=place, capture_output=True, text=True, timeout=10)
     assert (place / "heard").read_text() == (
         f"{place}|python|-m areal_hpc.attempt my config's.yaml data.train={place}/d\n"
     ), done.stderr
     rank = [str(python), "-m", "areal_hpc.rank", f"{place}/attempt_1", "--component"]
     words = done.stdout.splitlines()
+    assert words[0] == f"--mpi={mpi}"
     begins = [number for number, word in enumerate(words) if word == str(python)]
     assert [words[n : n + 6] for n in begins] == [[*rank, name] for name in ("trainer", "rollout", "reward")]
 

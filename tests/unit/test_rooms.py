@@ -24,7 +24,7 @@ FLOORS = [
     progress simulation backends hetjob desk casualties endings saver resuming workflows sandbox verifiers
     openlog""",
     "controller evaluator trainer rollout reward_rank",
-    "rank evaluate attempt verdict launch liveview check export submission sweep cli demo bench doctor",
+    "rank evaluate attempt verdict srun launch liveview check export submission sweep cli demo bench doctor",
 ]
 ROLES = {"controller", "evaluator", "trainer", "rollout", "reward_rank"}
 ROOMS = {

@@ -1,0 +1,113 @@
+"""srun, ended when its job step has ended.
+
+    python -m areal_hpc.srun ARGUMENTS
+
+runs `srun ARGUMENTS` and ends with its exit code. If Slurm says that every step of this job is over and srun is still
+there, srun is killed, and the exit code is the highest of the job's steps.
+
+Over PMIx an srun with several components can hang after all of its ranks have ended: one thread for each component
+stops the same helper thread of Slurm's plugin, and one of them may wait for a thread that is long gone. Seen with Slurm
+22.05: 240 of 4,800 steps of two components that ran nothing but `true` or `exit`, six at a time on two cores. The job
+would stand still until its time limit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+NOT_OURS = (".batch", ".extern", ".interactive")
+PASSED_ON = (signal.SIGHUP, signal.SIGTERM)
+LEFT_TO_SRUN = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""Come from a terminal or from Slurm, which send them to srun as well."""
+GONE_S, UNSEEN_S = 20.0, 900.0
+"""How long no step may be known before srun is killed: after one was there, and when there never was one."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""From one look to the next, each twice as long as the last."""
+COMMAND_TIMEOUT_S = 30.0
+
+
+class Step:
+    """What is known of the job step that srun has made, from one look to the next."""
+
+    def __init__(self, now_s: float) -> None:
+        self.seen = False
+        self.gone_since_s: float | None = now_s
+
+    def is_over(self, steps: Sequence[str] | None, now_s: float) -> bool:
+        """Whether srun has nothing to wait for any more.
+
+        Args:
+            steps: ids of the job's steps, such as "77+1.0" or "77.batch"; None if Slurm did not answer.
+            now_s: by a clock that only rises.
+        """
+        if steps is None:
+            self.gone_since_s = None
+            return False
+        if any(not step.endswith(NOT_OURS) for step in steps):
+            self.seen, self.gone_since_s = True, None
+            return False
+        if self.gone_since_s is None:
+            self.gone_since_s = now_s
+        return now_s - self.gone_since_s >= (GONE_S if self.seen else UNSEEN_S)
+
+
+def main(arguments: Sequence[str]) -> int:
+    job_id = os.environ["SLURM_JOB_ID"]
+    srun = subprocess.Popen(["srun", *arguments])
+    for number in PASSED_ON:
+        signal.signal(number, lambda number, _: srun.send_signal(number))
+    for number in LEFT_TO_SRUN:
+        signal.signal(number, lambda *_: None)  # ignored, but not by the commands that are started here
+    step, pause_s = Step(time.monotonic()), FIRST_PAUSE_S
+    while True:
+        try:
+            code = srun.wait(pause_s)
+            return code if code >= 0 else 128 - code
+        except subprocess.TimeoutExpired:
+            if step.is_over(steps_of(job_id), time.monotonic()):
+                break
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    srun.kill()
+    srun.wait()
+    code = highest_exit_code(job_id)
+    why = f"its job step has ended (exit code {code})" if step.seen else "it has not made a job step"
+    print(f"areal-hpc: srun was still waiting although {why}: ended it", file=sys.stderr, flush=True)
+    return code if step.seen else 1
+
+
+def steps_of(job_id: str) -> list[str] | None:
+    """Ids of the running steps of a job, in all of its components; None if Slurm does not answer."""
+    said = _ask("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i")
+    return None if said is None else said.split()
+
+
+def highest_exit_code(job_id: str) -> int:
+    """Of all steps of a job that have ended, as a shell would give it; 1 if Slurm does not tell."""
+    said = _ask("scontrol", "--details", "show", "job", job_id) or ""
+    ends = re.findall(r"\bDerivedExitCode=(\d+):(\d+)", said)
+    return max((int(code) or (128 + int(number) if int(number) else 0) for code, number in ends), default=1)
+
+
+def _ask(*command: str) -> str | None:
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=COMMAND_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
