@@ -28,6 +28,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from areal_hpc import signals
+
+if __name__ == "__main__":
+    signals.catch(signals.SAVE_AND_REQUEUE)  # a warning during the slow imports and the start of MPI waits for the run
+
 from areal_hpc.attempts import BEGIN, End, write_end
 from areal_hpc.backends import reward_compute, rollout_compute, trainer_compute
 from areal_hpc.codec import Codec
