@@ -141,7 +141,6 @@ def _rollout(config: Config, world: World, welcome: Welcome) -> Iterator[Rollout
             model,
             num_slots=settings.slots,
             max_len=config.max_sequence_tokens,
-            temperature=settings.temperature,
             eos_ids=eos_ids(model),
             interrupt=settings.interrupt,
             prefill_tokens=settings.prefill_tokens,

@@ -77,16 +77,14 @@ def facts(checked: Checked) -> str:
 
 def _facts_of_evaluation(checked: Checked) -> str:
     config = checked.config
-    samples, rollout = config.evaluation.samples, config.rollout
+    samples, most = config.evaluation.samples, config.rollout.max_new_tokens
+    temperature = config.temperature_of("evaluate")
     rows = [
         ("run", f"{config.name} in {config.run_dir}: an evaluation, nothing is trained"),
         ("model", config.model.path),
         ("data", ", ".join(f"{s.title} ({s.path})" for s in config.data.heldout_sources)),
         ("ranks", f"{config.world_size} = {config.ranks_in_words}"),
-        (
-            "answers",
-            f"{samples} per prompt, at most {rollout.max_new_tokens:,} tokens, temperature {rollout.temperature:g}",
-        ),
+        ("answers", f"{samples} per prompt, at most {most:,} tokens, temperature {temperature:g}"),
     ]
     lines = [f"  {name:<8} {text}" for name, text in rows]
     return "\n".join(lines + [f"  warning  {warning}" for warning in checked.warnings])

@@ -338,6 +338,7 @@ class Rollout:
             max_new_tokens=self.config.rollout.max_new_tokens,
             seed=self.seed(header, sample),
             min_version=header.min_version,
+            temperature=self.config.temperature_of(header.purpose),
             begun=begun,
         )
 

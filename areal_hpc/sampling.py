@@ -29,7 +29,7 @@ def uniforms(seed: int, start: int, count: int) -> NDArray[np.float64]:
     return stream.random(skip + count)[skip:]
 
 
-def sample(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, uniforms: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverting the cumulative distribution at the row's uniform number.
 
     The token is the first whose cumulative probability (float64) exceeds u; one of probability 0 is never drawn.
@@ -38,18 +38,19 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor
     Args:
         logits: [n, V], any floating type, -inf allowed, at least one finite per row.
         uniforms: float64 [n] in [0, 1).
+        temperatures: float32 [n], none negative.
 
     Returns:
         int64 [n] tokens and float32 [n] log-probs, log softmax(logits / temperature) in fp32. A row with NaN, or
         without any finite logit, gets a NaN log-prob: check before use.
     """
-    if temperature < 0:
-        raise ValueError(f"temperature must not be negative, got {temperature}")
-    if temperature == 0:
-        top, tokens = logits.float().max(-1)
-        return tokens, top - top
-    logprobs = torch.log_softmax(logits.float() / temperature, -1)
+    greedy = temperatures == 0
+    logprobs = torch.log_softmax(logits.float() / temperatures.masked_fill(greedy, 1.0)[:, None], -1)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     target = uniforms * cumulative[:, -1]  # u <= 1 - 2^-53, so this rounds to less than the last entry
     tokens = torch.searchsorted(cumulative, target[:, None], right=True).clamp_(max=logits.shape[-1] - 1)
-    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+    tokens, chosen = tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+    if greedy.any():
+        top, likeliest = logits.float().max(-1)
+        tokens, chosen = torch.where(greedy, likeliest, tokens), torch.where(greedy, top - top, chosen)
+    return tokens, chosen

@@ -124,7 +124,7 @@ def compare(options: argparse.Namespace, model: PreTrainedModel) -> int:
         "long tail": tail_requests(options.rows, prompts, options.length, options.longest, options.seed),
     }
     max_len = options.prompt + max(options.length, options.longest)
-    engine = TransformersEngine(model, num_slots=options.rows, max_len=max_len, temperature=1.0, eos_ids=())
+    engine = TransformersEngine(model, num_slots=options.rows, max_len=max_len, eos_ids=())
     figures: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in workloads}
     run_engine(engine, workloads["equal"]), run_generate(plain, workloads["equal"], options.rows)  # warm-up
     for _ in range(options.repeats):

@@ -63,6 +63,8 @@ def _sources(value: str | tuple[SourceConfig, ...] | None, name: str) -> tuple[S
 class EvaluationConfig(Section):
     samples: Annotated[Count, Unit("answers per prompt")] = 1
     """Answers per held-out prompt; pass@1 is their mean."""
+    temperature: Annotated[Number, Field(ge=0)] | None = None
+    """Sampling temperature of held-out answers, 0 for the likeliest token; null: that of training."""
     every: Annotated[Count, Unit("policy versions")] | None = None
     """Also evaluate every so many versions, beside training and without stopping it; null: not during training."""
     share: Annotated[Number, Field(gt=0, le=1)] = 0.25

@@ -98,6 +98,11 @@ class Config(Section):
             return 0
         return min(int(self.survive.lost_rollouts * self.rollout.ranks), self.rollout.ranks - 1)
 
+    def temperature_of(self, purpose: Literal["train", "evaluate"]) -> float:
+        """Of sampling, for training or for held-out answers."""
+        evaluation = self.evaluation.temperature
+        return self.rollout.temperature if purpose == "train" or evaluation is None else evaluation
+
     @property
     def max_sequence_tokens(self) -> int:
         return self.rollout.max_prompt_tokens + self.rollout.max_new_tokens

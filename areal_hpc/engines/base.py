@@ -54,6 +54,7 @@ class Request:
         seed: 63-bit seed of this sample's own random stream; the same seed, prompt and weights give the same
             response whatever else runs in the batch.
         min_version: the sample must not start before the engine holds at least this policy version.
+        temperature: of the sampling distribution; 0 is greedy (log-probs are then 0).
         begun: tokens that it has already. They count towards max_new_tokens, come first in its completion as they are,
             and use up the first numbers of its random stream. Going on with a newer version than that of the last
             one counts as an interruption.
@@ -67,6 +68,7 @@ class Request:
     max_new_tokens: int
     seed: int
     min_version: int = 0
+    temperature: float = 1.0
     begun: Begun = NOT_BEGUN
     given: int = 0
     stop: Callable[[NDArray[np.int32]], bool] | None = None

@@ -37,7 +37,7 @@ class Rows:
     """Running samples as rows 0 .. n - 1 of fixed arrays; a freed row is filled by moving the last one into it.
 
     tokens, logprobs, versions: [num_slots, max_len], by absolute position, prompt first; length (tokens so far), prompt
-    (tokens of it), limit (tokens allowed): [num_slots].
+    (tokens of it), limit (tokens allowed), temperature: [num_slots].
     """
 
     def __init__(self, num_slots: int, max_len: int) -> None:
@@ -45,6 +45,7 @@ class Rows:
         self.logprobs = np.empty((num_slots, max_len), np.float32)
         self.versions = np.empty((num_slots, max_len), np.int32)
         self.length, self.prompt, self.limit = (np.zeros(num_slots, np.int64) for _ in range(3))
+        self.temperature = np.zeros(num_slots, np.float32)
         self.uniforms = np.empty((num_slots, UNIFORM_BLOCK), np.float64)
         self.running: list[Running] = []
 
@@ -60,7 +61,7 @@ class Rows:
         self.tokens[row, response] = begun.tokens
         self.logprobs[row, response], self.versions[row, response] = begun.logprobs, begun.versions
         self.prompt[row], self.length[row] = size, size + drawn
-        self.limit[row] = size + request.max_new_tokens
+        self.limit[row], self.temperature[row] = size + request.max_new_tokens, request.temperature
         if drawn % UNIFORM_BLOCK:
             self.uniforms[row] = uniforms(request.seed, drawn - drawn % UNIFORM_BLOCK, UNIFORM_BLOCK)
         self.running.append(running)
@@ -119,7 +120,7 @@ class Rows:
         for matrix in (self.tokens, self.logprobs, self.versions):
             matrix[row, :size] = matrix[last, :size]
         self.uniforms[row] = self.uniforms[last]
-        for vector in (self.length, self.prompt, self.limit):
+        for vector in (self.length, self.prompt, self.limit, self.temperature):
             vector[row] = vector[last]
         self.running[row] = self.running[last]
         self.running.pop()

@@ -40,7 +40,6 @@ class TransformersEngine:
         model: a decoder from `models.load_model`; the engine owns it and overwrites its weights.
         num_slots: samples decoded side by side.
         max_len: most tokens of one sample, prompt included; a request that might exceed it is refused.
-        temperature: of the sampling distribution; 0 is greedy (log-probs are then 0).
         eos_ids: tokens that end a response.
         interrupt: False keeps new weights aside until the running samples have ended on the old ones.
         prefill_tokens: most prompt tokens computed in one forward, so that starting samples cannot stall decoding.
@@ -53,7 +52,6 @@ class TransformersEngine:
         *,
         num_slots: int,
         max_len: int,
-        temperature: float,
         eos_ids: Sequence[int],
         interrupt: bool = True,
         prefill_tokens: int = 8192,
@@ -65,7 +63,7 @@ class TransformersEngine:
         models.prepare(model)
         self.version = 0
         self._model, self._device = model.eval(), model.device
-        self._num_slots, self._max_len, self._temperature = num_slots, max_len, temperature
+        self._num_slots, self._max_len = num_slots, max_len
         self._eos = np.array(sorted(eos_ids), np.int64)
         self._interrupt, self._prefill_tokens = interrupt, prefill_tokens
         self._rows, self._cache = Rows(num_slots, max_len), KVCache(num_slots, max_len)
@@ -118,7 +116,8 @@ class TransformersEngine:
             return done
         logits = self._forward(prompts, copies, decode=True)
         drawn = torch.from_numpy(self._rows.next_uniforms()).to(self._device)
-        tokens, logprobs = (x.cpu().numpy() for x in sample(logits, drawn, self._temperature))
+        temperatures = torch.from_numpy(self._rows.temperature[: len(self._rows)]).to(self._device)
+        tokens, logprobs = (x.cpu().numpy() for x in sample(logits, drawn, temperatures))
         if not np.isfinite(logprobs).all():
             bad = self._rows.running[int(np.flatnonzero(~np.isfinite(logprobs))[0])].request.key
             raise FloatingPointError(f"policy version {self.version} gives logits that are not finite (sample {bad})")
@@ -183,6 +182,8 @@ class TransformersEngine:
             )
         if not 0 <= min(request.prompt) <= max(request.prompt) < vocab:
             raise ValueError(f"{where}: prompt has token ids outside 0 .. {vocab - 1}")
+        if not 0 <= request.temperature < float("inf"):
+            raise ValueError(f"{where}: temperature {request.temperature} is not finite, or negative")
         if not 0 <= request.seed < 1 << 63:
             raise ValueError(f"{where}: seed {request.seed} is not in 0 .. 2^63 - 1")
         begun = request.begun

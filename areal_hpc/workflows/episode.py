@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -167,9 +167,7 @@ class Episode:
         limit, settled, request = self.asks.max_new_tokens, self._num_settled, self._request
         budget = request.max_new_tokens if limit is None else min(request.max_new_tokens, settled + limit)
         stop = _Stop(self.asks.stop, settled, self._language.read) if self.asks.stop else None
-        return Request(
-            request.key, request.prompt, budget, request.seed, request.min_version, self.so_far(), settled, stop
-        )
+        return replace(request, max_new_tokens=budget, begun=self.so_far(), given=settled, stop=stop)
 
     def turned(self, done: Completion) -> None:
         """The engine has done it."""

@@ -22,6 +22,7 @@ from tests.runs import TESTS, finish, run, start, tiny_config, wait_until
 pytestmark = pytest.mark.mpi
 SAMPLES = 4
 SETTINGS = ["--samples", str(SAMPLES), "--max-new-tokens", "24", "--max-prompt-tokens", "8", "--seed", "5"]
+COOLER = ["--temperature", "0.7"]
 
 
 def evaluate(tiny: Path, out: Path, *more: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
@@ -44,7 +45,7 @@ def answers(out: Path) -> list[dict]:
 def alone(tiny_dir, tmp_path_factory):
     """One rollout rank with 16 slots."""
     out = tmp_path_factory.mktemp("evaluate") / "alone"
-    done = evaluate(tiny_dir, out, "rollout.slots=16")
+    done = evaluate(tiny_dir, out, *COOLER, "rollout.slots=16")
     assert done.returncode == 0, done.stdout + done.stderr
     return out, done
 
@@ -75,7 +76,7 @@ def test_an_interrupted_evaluation_goes_on_and_no_answer_depends_on_ranks_or_slo
     lines = (first / "answers.jsonl").read_bytes().splitlines(keepends=True)
     (out / "answers.jsonl").write_bytes(b"".join(lines[:30]) + lines[30][:25])
     (out / "settings.json").write_bytes((first / "settings.json").read_bytes())
-    done = evaluate(tiny_dir, out, "--ranks", "2", "rollout.slots=3")
+    done = evaluate(tiny_dir, out, *COOLER, "--ranks", "2", "rollout.slots=3")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (out / "answers.jsonl").read_bytes().startswith(b"".join(lines[:30]))
     assert answers(out) == answers(first)
@@ -90,23 +91,23 @@ def test_an_interrupted_evaluation_goes_on_and_no_answer_depends_on_ranks_or_slo
 def test_a_complete_evaluation_is_shown_again_and_other_settings_are_refused(alone, tiny_dir):
     out, done = alone
     before = (out / "answers.jsonl").read_bytes()
-    again = evaluate(tiny_dir, out, "rollout.slots=16")
+    again = evaluate(tiny_dir, out, *COOLER, "rollout.slots=16")
     assert again.returncode == 0 and "is complete: 64 answers" in again.stdout
     assert done.stdout.partition("prompts")[2] == again.stdout.partition("prompts")[2]
     other = evaluate(tiny_dir, out, "--temperature", "0.5")
-    assert other.returncode == 2 and "rollout.temperature was 1.0, is 0.5; name another --out" in other.stderr
+    assert other.returncode == 2 and "rollout.temperature was 0.7, is 0.5; name another --out" in other.stderr
     assert (out / "answers.jsonl").read_bytes() == before and not (out / "attempt_2").exists()
 
 
 @pytest.fixture(scope="module")
 def training(tiny_dir, tmp_path_factory):
-    """Evaluations of every second version beside training, one held-out answer at a time."""
+    """Evaluations of every second version beside training, one held-out answer at a time, at their own temperature."""
     config = tiny_config(
         tiny_dir,
         tmp_path_factory.mktemp("training") / "run",
         seed=5,
         steps=12,
-        evaluation={"samples": SAMPLES, "every": 2, "share": 0.01},
+        evaluation={"samples": SAMPLES, "every": 2, "share": 0.01, "temperature": 0.7},
         rollout={"slots": 12},
     )
     config["data"]["heldout"] = str(tiny_dir / "heldout.jsonl")

@@ -40,7 +40,9 @@ def test_impossible_streams_are_refused(seed: int, start: int, count: int) -> No
 
 def draw(logits: list[float], numbers: list[float], temperature: float = 1.0) -> tuple[list[int], list[float]]:
     rows = torch.tensor(logits).expand(len(numbers), -1)
-    tokens, logprobs = sample(rows, torch.tensor(numbers, dtype=torch.float64), temperature)
+    tokens, logprobs = sample(
+        rows, torch.tensor(numbers, dtype=torch.float64), torch.full((len(numbers),), temperature)
+    )
     assert tokens.dtype == torch.int64 and logprobs.dtype == torch.float32
     return tokens.tolist(), logprobs.tolist()
 
@@ -89,7 +91,7 @@ def test_frequencies_follow_the_distribution() -> None:
     logits = torch.randn(17, generator=generator) * 2
     n = 60000
     numbers = torch.from_numpy(uniforms(11, 0, n))
-    tokens, _ = sample(logits.expand(n, -1), numbers, 1.0)
+    tokens, _ = sample(logits.expand(n, -1), numbers, torch.ones(n))
     expected = logits.double().softmax(-1) * n
     chi2 = ((tokens.bincount(minlength=17) - expected) ** 2 / expected).sum()
     assert expected.min() > 5 and chi2 < 39.25  # 0.1 % point, 16 degrees of freedom
@@ -97,16 +99,24 @@ def test_frequencies_follow_the_distribution() -> None:
 
 def test_rows_do_not_depend_on_their_neighbours() -> None:
     logits, numbers = torch.randn(300, 151), torch.rand(300, dtype=torch.float64)
-    tokens, logprobs = sample(logits, numbers, 0.7)
+    temperatures = torch.linspace(0.0, 2.0, 300)
+    tokens, logprobs = sample(logits, numbers, temperatures)
     for part in (slice(0, 1), slice(5, 12), slice(290, 300)):
-        some_tokens, some_logprobs = sample(logits[part], numbers[part], 0.7)
+        some_tokens, some_logprobs = sample(logits[part], numbers[part], temperatures[part])
         assert torch.equal(some_tokens, tokens[part]) and torch.equal(some_logprobs, logprobs[part])
 
 
 def test_temperature_zero_takes_the_top_token() -> None:
     assert draw([1.0, 3.0, 2.0], [0.0, LARGEST], temperature=0) == ([1, 1], [0.0, 0.0])
-    with pytest.raises(ValueError, match="temperature"):
-        draw([1.0], [0.0], temperature=-1)
+
+
+def test_each_row_has_its_own_temperature() -> None:
+    # Of (0.8, 0.2): 0.64 / 0.68 at 0.5, the likeliest at 0, 0.8 at 1.
+    rows = torch.tensor([0.8, 0.2]).log().expand(4, -1)
+    numbers = torch.tensor([0.9, 0.999, 0.9, 0.7], dtype=torch.float64)
+    tokens, logprobs = sample(rows, numbers, torch.tensor([0.5, 0.0, 1.0, 1.0]))
+    assert tokens.tolist() == [0, 0, 1, 0]
+    assert logprobs.tolist() == pytest.approx([math.log(0.64 / 0.68), 0.0, math.log(0.2), math.log(0.8)], abs=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -117,5 +127,5 @@ def test_broken_logits_show_in_the_logprob(row: list[float], temperature: float)
 
 def test_half_precision_logits_are_scored_in_fp32() -> None:
     logits = torch.randn(1, 1000).bfloat16()
-    tokens, logprobs = sample(logits, torch.tensor([0.3], dtype=torch.float64), 1.0)
+    tokens, logprobs = sample(logits, torch.tensor([0.3], dtype=torch.float64), torch.ones(1))
     assert torch.equal(logprobs, torch.log_softmax(logits.float(), -1)[0, tokens])

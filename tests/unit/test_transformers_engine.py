@@ -39,7 +39,7 @@ def one_thread() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_equal_a_full_forward(family: str, temperature: float) -> None:
-    engine, requests = engine_of(family, temperature=temperature), mixed_requests()
+    engine, requests = engine_of(family), [replace(r, temperature=temperature) for r in mixed_requests()]
     engine.submit(requests)
     completions = run(engine)
     assert {c.key: len(c.tokens) for c in completions} == {r.key: r.max_new_tokens for r in requests}
@@ -274,6 +274,8 @@ def test_a_request_may_fill_max_len_exactly() -> None:
         (Request((8, 0), (2, VOCAB), 4, 0), "outside 0 .. 28"),
         (Request((8, 0), (-1, 2), 4, 0), "outside 0 .. 28"),
         (Request((8, 0), (2,), 4, -5), "seed"),
+        (Request((8, 0), (2,), 4, 0, temperature=-0.5), "temperature"),
+        (Request((8, 0), (2,), 4, 0, temperature=float("nan")), "temperature"),
     ],
 )
 def test_bad_requests_are_refused_and_nothing_with_them(bad: Request, complaint: str) -> None:
@@ -379,8 +381,8 @@ def test_broken_weights_are_named() -> None:
 
 
 def test_greedy_takes_the_most_likely_token() -> None:
-    engine = engine_of(temperature=0.0)
-    engine.submit([request(0, budget=12)])
+    engine = engine_of()
+    engine.submit([replace(request(0, budget=12), temperature=0.0)])
     (done,) = run(engine)
     context = list(request(0).prompt)
     for token in done.tokens.tolist():
@@ -388,6 +390,23 @@ def test_greedy_takes_the_most_likely_token() -> None:
             assert token == int(tiny_model("qwen2")(torch.tensor([context])).logits[0, -1].argmax())
         context.append(token)
     assert (done.logprobs == 0).all()
+
+
+def test_every_sample_has_its_own_temperature() -> None:
+    """Three side by side, rows moved as others end: the tokens of each are those it draws alone."""
+    temperatures = [0.0, 0.4, 1.0, 1.7]
+    requests = [replace(r, temperature=temperatures[sum(r.key) % 4]) for r in mixed_requests()]
+    engine = engine_of()
+    engine.submit(requests)
+    together = by_key(run(engine))
+    for r in requests:
+        alone = engine_of()
+        alone.submit([r])
+        (done,) = run(alone)
+        assert done.tokens.tolist() == together[r.key].tokens.tolist()
+    for temperature in temperatures[1:]:
+        some = [r for r in requests if r.temperature == temperature]
+        assert largest_error([together[r.key] for r in some], some, {0: tiny_model("qwen2")}, temperature) < 1e-5
 
 
 # --------------------------------------------------------------------------------- samples that had begun elsewhere

@@ -46,7 +46,7 @@ def plain_logprobs(model: Any, tokens: list[int], num_prompt: int, temperature: 
 
 
 def engine_of(family: str = "qwen2", seed: int = 0, **options: Any) -> TransformersEngine:
-    defaults: dict[str, Any] = dict(num_slots=4, max_len=128, temperature=1.0, eos_ids=(), prefill_tokens=64)
+    defaults: dict[str, Any] = dict(num_slots=4, max_len=128, eos_ids=(), prefill_tokens=64)
     return TransformersEngine(tiny_model(family, seed), **(defaults | options))
 
 
