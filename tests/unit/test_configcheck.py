@@ -264,7 +264,12 @@ def test_legal_keys_are_listed_once_per_section() -> None:
         load_config(Path("run.yaml"))
     rendered = caught.value.render()
     assert rendered.count("  log takes: tokens=false\n") == 1
-    assert rendered.count("  evaluation takes: samples=1, every=null, share=0.25, at_start=true, at_end=true\n") == 1
+    assert (
+        rendered.count(
+            "  evaluation takes: samples=1, temperature=null, every=null, share=0.25, at_start=true, at_end=true\n"
+        )
+        == 1
+    )
     assert rendered.count("  the top level takes: name=run, run_dir=runs/run, seed=0, steps=1000, mode=async, ") == 1
 
 
