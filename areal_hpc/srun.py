@@ -58,8 +58,13 @@ class Step:
 
 
 def main(arguments: Sequence[str]) -> int:
-    job_id = os.environ["SLURM_JOB_ID"]
-    srun = subprocess.Popen(["srun", *arguments])
+    try:
+        srun = subprocess.Popen(["srun", *arguments])
+    except FileNotFoundError:
+        print(
+            "areal-hpc: srun: command not found; job scripts are for sbatch, on a cluster with Slurm", file=sys.stderr
+        )
+        return 127
     for number in PASSED_ON:
         signal.signal(number, lambda number, _: srun.send_signal(number))
     for number in LEFT_TO_SRUN:
@@ -70,26 +75,28 @@ def main(arguments: Sequence[str]) -> int:
             code = srun.wait(pause_s)
             return code if code >= 0 else 128 - code
         except subprocess.TimeoutExpired:
-            if step.is_over(steps_of(job_id), time.monotonic()):
+            if step.is_over(steps_of_this_job(), time.monotonic()):
                 break
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     srun.kill()
     srun.wait()
-    code = highest_exit_code(job_id)
+    code = highest_exit_code()
     why = f"its job step has ended (exit code {code})" if step.seen else "it has not made a job step"
     print(f"areal-hpc: srun was still waiting although {why}: ended it", file=sys.stderr, flush=True)
     return code if step.seen else 1
 
 
-def steps_of(job_id: str) -> list[str] | None:
-    """Ids of the running steps of a job, in all of its components; None if Slurm does not answer."""
-    said = _ask("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i")
+def steps_of_this_job() -> list[str] | None:
+    """Ids of its running steps, in all of its components; None if Slurm does not answer, or this is no job."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return None
+    said = _ask("squeue", "--noheader", "--steps", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%i")
     return None if said is None else said.split()
 
 
-def highest_exit_code(job_id: str) -> int:
-    """Of all steps of a job that have ended, as a shell would give it; 1 if Slurm does not tell."""
-    said = _ask("scontrol", "--details", "show", "job", job_id) or ""
+def highest_exit_code() -> int:
+    """Of all steps of this job that have ended, as a shell would give it; 1 if Slurm does not tell."""
+    said = _ask("scontrol", "--details", "show", "job", os.environ["SLURM_JOB_ID"]) or ""
     ends = re.findall(r"\bDerivedExitCode=(\d+):(\d+)", said)
     return max((int(code) or (128 + int(number) if int(number) else 0) for code, number in ends), default=1)
 

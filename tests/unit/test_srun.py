@@ -94,6 +94,20 @@ def test_an_srun_that_never_makes_a_step_is_given_up(tmp_path):
     assert errors == "areal-hpc: srun was still waiting although it has not made a job step: ended it\n"
 
 
+def test_outside_a_cluster_it_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert srun.main(["true"]) == 127
+    assert capsys.readouterr().err == (
+        "areal-hpc: srun: command not found; job scripts are for sbatch, on a cluster with Slurm\n"
+    )
+
+
+def test_outside_a_job_nobody_is_asked_about_steps(tmp_path, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(srun, "_ask", lambda *command: pytest.fail(f"asked {command}"))
+    assert srun.steps_of_this_job() is None
+
+
 def test_an_srun_is_left_alone_while_slurm_does_not_answer(tmp_path):
     process = start(tmp_path, "sleep 2; exit 4", steps="; exit 1")
     assert process.wait(20) == 4
