@@ -20,6 +20,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 NOT_OURS = (".batch", ".extern", ".interactive")
 PASSED_ON = (signal.SIGHUP, signal.SIGTERM)
@@ -28,7 +30,7 @@ LEFT_TO_SRUN = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 GONE_S, UNSEEN_S = 20.0, 900.0
 """How long no step may be known before srun is killed: after one was there, and when there never was one."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""From one look to the next, each twice as long as the last."""
+"""From one look to the next while there is a step, each twice as long as the last."""
 COMMAND_TIMEOUT_S = 30.0
 
 
@@ -39,18 +41,24 @@ class Step:
         self.seen = False
         self.gone_since_s: float | None = now_s
 
-    def is_over(self, steps: Sequence[str] | None, now_s: float) -> bool:
+    @property
+    def is_gone(self) -> bool:
+        """There was one, and at the last look there was none."""
+        return self.seen and self.gone_since_s is not None
+
+    def is_over(self, steps: Sequence[str] | None, is_made: bool, now_s: float) -> bool:
         """Whether srun has nothing to wait for any more.
 
         Args:
             steps: ids of the job's steps, such as "77+1.0" or "77.batch"; None if Slurm did not answer.
+            is_made: whether srun has made its step by now, as far as can be told; it may have ended between two looks.
             now_s: by a clock that only rises.
         """
-        if steps is None:
+        is_there = steps is not None and any(not step.endswith(NOT_OURS) for step in steps)
+        if steps is None or is_there or (is_made and not self.seen):
             self.gone_since_s = None
-            return False
-        if any(not step.endswith(NOT_OURS) for step in steps):
-            self.seen, self.gone_since_s = True, None
+        self.seen |= is_made or is_there
+        if steps is None or is_there:
             return False
         if self.gone_since_s is None:
             self.gone_since_s = now_s
@@ -61,9 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         srun = subprocess.Popen(["srun", *arguments])
     except FileNotFoundError:
-        print(
-            "areal-hpc: srun: command not found; job scripts are for sbatch, on a cluster with Slurm", file=sys.stderr
-        )
+        print("areal-hpc: srun: command not found; this is for jobs of sbatch on a cluster with Slurm", file=sys.stderr)
         return 127
     for number in PASSED_ON:
         signal.signal(number, lambda number, _: srun.send_signal(number))
@@ -75,9 +81,9 @@ def main(arguments: Sequence[str]) -> int:
             code = srun.wait(pause_s)
             return code if code >= 0 else 128 - code
         except subprocess.TimeoutExpired:
-            if step.is_over(steps_of_this_job(), time.monotonic()):
+            if step.is_over(steps_of_this_job(), has_child(srun.pid), time.monotonic()):
                 break
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = GONE_S if step.is_gone else min(2 * pause_s, LONGEST_PAUSE_S)
     srun.kill()
     srun.wait()
     code = highest_exit_code()
@@ -92,6 +98,15 @@ def steps_of_this_job() -> list[str] | None:
         return None
     said = _ask("squeue", "--noheader", "--steps", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%i")
     return None if said is None else said.split()
+
+
+def has_child(pid: int) -> bool:
+    """srun forks a process that outlives it, to clean up, as soon as it has made its step."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(stat.read_text(errors="replace").rpartition(")")[2].split()[1]) == pid:
+                return True
+    return False
 
 
 def highest_exit_code() -> int:

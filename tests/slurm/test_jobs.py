@@ -270,7 +270,8 @@ def test_a_job_ends_although_srun_hangs_after_its_step(place):
     """Over PMIx it sometimes does (areal_hpc/srun.py); here always. Two jobs: what their tasks end with is kept."""
     lingering = place / "bin/srun"
     lingering.parent.mkdir()
-    lingering.write_text(f'#!/bin/bash\n{shutil.which("srun")} "$@"\nexec sleep 600\n')
+    child = "(while kill -0 $$ 2> /dev/null; do sleep 0.5; done)"  # srun has one, too
+    lingering.write_text(f'#!/bin/bash\n{shutil.which("srun")} "$@"\n{child} &\nwait\n')
     lingering.chmod(0o755)
     jobs = []
     for partition, function in (("trainer", socket.gethostname), ("rollout", sys.exit)):
@@ -280,9 +281,8 @@ def test_a_job_ends_although_srun_hangs_after_its_step(place):
         executor.update_parameters(setup=[f"PATH={lingering.parent}:$PATH"])
         jobs.append(executor.submit(function, *([3] if function is sys.exit else [])))
     good, bad = jobs
-    good.wait()
-    bad.wait()
-    assert len(good.results()) == 2 and good.state == "COMPLETED"
+    wait_until(lambda: all(job.watcher.is_done(job.job_id, mode="force") for job in jobs), 150, "the end of both")
+    assert good.state == "COMPLETED" and len(good.results()) == 2
     assert bad.state == "FAILED"
     printed = [next(place.glob(f"*-{job.job_id}/{job.job_id}_0_log.out")).read_text() for job in jobs]
     assert ["its job step has ended (exit code 0)" in text for text in printed] == [True, False], printed

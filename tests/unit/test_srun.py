@@ -15,6 +15,8 @@ from areal_hpc import srun
 from tests.runs import wait_until
 
 RUNS, OVER, UNKNOWN = ["7+0.0", "7+1.0", "7.batch"], ["7.batch", "7.extern", "7+1.extern"], None
+MADE = 40
+"""When srun has made its step, in those that look at it, in seconds."""
 
 
 @pytest.mark.parametrize(
@@ -27,11 +29,15 @@ RUNS, OVER, UNKNOWN = ["7+0.0", "7+1.0", "7.batch"], ["7.batch", "7.extern", "7+
         ([(2, []), (899, RUNS), (1000, []), (1019, []), (1020, [])], 1020),
         ([(2, UNKNOWN), (2000, UNKNOWN), (9000, UNKNOWN)], None),
         ([(2, RUNS), (50, ["7.1", "7.batch"]), (90, RUNS)], None),
+        ([(39, OVER), (41, OVER), (60, OVER), (61, OVER)], 61),  # it began and ended between two looks
+        ([(39, OVER), (41, UNKNOWN), (70, OVER), (89, OVER), (90, OVER)], 90),
     ],
 )
 def test_when_a_step_is_over(looks, over_at_s):
     step = srun.Step(0.0)
-    assert next((now_s for now_s, steps in looks if step.is_over(steps, now_s)), None) == over_at_s
+    short = looks[0] == (39, OVER)
+    over = (now_s for now_s, steps in looks if step.is_over(steps, short and now_s >= MADE, now_s))
+    assert next(over, None) == over_at_s
 
 
 def start(directory: Path, does: str, ends: str = "DerivedExitCode=0:0", steps: str = "7+1.0 7.batch"):
@@ -86,6 +92,14 @@ def test_an_srun_that_outlives_its_step_is_ended_with_the_code_of_the_step(tmp_p
     assert asked[-1] == "scontrol --details show job 7"
 
 
+def test_a_step_that_nobody_has_seen_is_known_by_the_child_that_srun_has_then(tmp_path):
+    (tmp_path / "over").touch()
+    process = start(tmp_path, "sleep 60 > /dev/null 2>&1; exit 8", "DerivedExitCode=4:0")
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 4
+    assert errors == "areal-hpc: srun was still waiting although its job step has ended (exit code 4): ended it\n"
+
+
 def test_an_srun_that_never_makes_a_step_is_given_up(tmp_path):
     process = start(tmp_path, "exec sleep 60", steps="7.batch 7.extern")
     began_s = time.monotonic()
@@ -98,7 +112,7 @@ def test_outside_a_cluster_it_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert srun.main(["true"]) == 127
     assert capsys.readouterr().err == (
-        "areal-hpc: srun: command not found; job scripts are for sbatch, on a cluster with Slurm\n"
+        "areal-hpc: srun: command not found; this is for jobs of sbatch on a cluster with Slurm\n"
     )
 
 
