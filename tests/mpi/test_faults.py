@@ -146,16 +146,21 @@ def test_an_exception(tmp_path, recovered):
 
 @pytest.mark.fault("one rollout rank 20 times slower", row=32)
 @pytest.mark.slow
-def test_a_slow_rollout_rank_is_still_trained_on(tmp_path):
-    """Staleness is bounded by admission, not by dropping what is late."""
-    config = timed(tmp_path, rollout={"ranks": 2}, steps=20, simulation={"decode_s": 0.05})
+def test_a_slow_rollout_rank_is_still_trained_on(tiny_dir, tmp_path):
+    """Staleness is bounded by admission, not by dropping what is late. A decoding step takes 50 ms longer there; the
+    simulated engine, which follows the clock, would make that up."""
+    config = learning(tiny_dir, tmp_path, rollout={"ranks": 2}, steps=12)
     done = runs.run(config, environment={"AREAL_HPC_FAULT": fault("slow", 3, "rollout.decode*1")})
     done.assert_done()
     log = done.log()
-    assert_nothing_lost([log], steps=20, batch=BATCH, group=GROUP, eta=ETA)
+    assert_nothing_lost([log], steps=12, batch=BATCH, group=GROUP, eta=ETA)
     assert_bound([log], batch=BATCH, eta=ETA)
-    share = log.trajectories.query("fate == 'consumed'").groupby("rollout_rank").size()
-    assert 0 < share[3] < share[2]
+    trained = log.trajectories.query("fate == 'consumed'")
+    per_token_s = (trained.finish_s - trained.start_s) / trained.num_response
+    fast, slow = per_token_s.groupby(trained.rollout_rank).median()
+    assert slow > max(0.05, 3 * fast), f"{slow:.3f} s a token there, {fast:.3f} s on the other: nothing was slow"
+    share = trained.groupby("rollout_rank").size()
+    assert 0 < share[3] < share[2] / 2
 
 
 # ------------------------------------------------------------------------------------------------------------ disks
