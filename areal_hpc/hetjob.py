@@ -31,6 +31,7 @@ from areal_hpc.config import ComponentConfig
 from areal_hpc.exits import Exit, RunError
 from areal_hpc.jobspec import Component, JobSpec
 from areal_hpc.rundir import read_json
+from areal_hpc.slurmcall import NoAnswer, call
 from areal_hpc.slurmstate import States, has_ended, parse_scontrol, parse_table, worst
 
 POLL_S = 30
@@ -111,10 +112,9 @@ def job_states(job_ids: Sequence[str]) -> States:
 def _output(*command: str) -> str:
     """What a Slurm command prints; nothing when it fails or is not there: another one is asked then."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        return call(command, COMMAND_TIMEOUT_S)
+    except NoAnswer:
         return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 class HetJob(SlurmJob[core.R]):

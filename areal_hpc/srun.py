@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from areal_hpc.slurmcall import NoAnswer, call
+
 NOT_OURS = (".batch", ".extern", ".interactive")
 PASSED_ON = (signal.SIGHUP, signal.SIGTERM)
 LEFT_TO_SRUN = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -75,13 +77,20 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, lambda number, _: srun.send_signal(number))
     for number in LEFT_TO_SRUN:
         signal.signal(number, lambda *_: None)  # ignored, but not by the commands that are started here
-    step, pause_s = Step(time.monotonic()), FIRST_PAUSE_S
+    step, pause_s, told = Step(time.monotonic()), FIRST_PAUSE_S, False
     while True:
         try:
             code = srun.wait(pause_s)
             return code if code >= 0 else 128 - code
         except subprocess.TimeoutExpired:
-            if step.is_over(steps_of_this_job(), has_child(srun.pid), time.monotonic()):
+            steps: list[str] | None = None
+            try:
+                steps = steps_of_this_job()
+            except NoAnswer as error:
+                if not told:
+                    print(f"areal-hpc: while {error}: an srun that hangs is not noticed", file=sys.stderr, flush=True)
+                told = True
+            if step.is_over(steps, step.seen or has_child(srun.pid), time.monotonic()):
                 break
             pause_s = GONE_S if step.is_gone else min(2 * pause_s, LONGEST_PAUSE_S)
     srun.kill()
@@ -93,11 +102,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def steps_of_this_job() -> list[str] | None:
-    """Ids of its running steps, in all of its components; None if Slurm does not answer, or this is no job."""
+    """Ids of its running steps, in all of its components; None if this is no job. Raises NoAnswer."""
     if "SLURM_JOB_ID" not in os.environ:
         return None
-    said = _ask("squeue", "--noheader", "--steps", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%i")
-    return None if said is None else said.split()
+    words = ["squeue", "--noheader", "--steps", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%i"]
+    return call(words, COMMAND_TIMEOUT_S).split()
 
 
 def has_child(pid: int) -> bool:
@@ -111,24 +120,12 @@ def has_child(pid: int) -> bool:
 
 def highest_exit_code() -> int:
     """Of all steps of this job that have ended, as a shell would give it; 1 if Slurm does not tell."""
-    said = _ask("scontrol", "--details", "show", "job", os.environ["SLURM_JOB_ID"]) or ""
+    try:
+        said = call(["scontrol", "--details", "show", "job", os.environ["SLURM_JOB_ID"]], COMMAND_TIMEOUT_S)
+    except NoAnswer:
+        return 1
     ends = re.findall(r"\bDerivedExitCode=(\d+):(\d+)", said)
     return max((int(code) or (128 + int(number) if int(number) else 0) for code, number in ends), default=1)
-
-
-def _ask(*command: str) -> str | None:
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=COMMAND_TIMEOUT_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
 import threading
 import time
 from collections import deque
@@ -27,6 +26,7 @@ from enum import IntEnum
 from statistics import median
 
 from areal_hpc.config import Config
+from areal_hpc.slurmcall import NoAnswer, call
 from areal_hpc.slurmstate import seconds_left
 
 EARLY_S = 30.0
@@ -90,24 +90,12 @@ def reserve(part_s: float | None, exit_s: float, signal_s: float, left_at_start_
 
 def ask_slurm(job_id: str) -> float | str:
     """Seconds that a job has left by the clock of Slurm's controller, inf without a limit; or why nobody knows."""
-    said = []
-    for words in (["show", "job", job_id], ["show", "config"]):
-        try:
-            done = subprocess.run(
-                ["scontrol", *words],
-                env=os.environ | {"SLURM_TIME_FORMAT": "%s"},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=COMMAND_TIMEOUT_S,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return f"scontrol: {error}"
-        if done.returncode:
-            return f"scontrol: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}"
-        said.append(done.stdout)
-    left_s = seconds_left(*said)
+    try:
+        job = call(["scontrol", "show", "job", job_id], COMMAND_TIMEOUT_S, SLURM_TIME_FORMAT="%s")
+        config = call(["scontrol", "show", "config"], COMMAND_TIMEOUT_S, SLURM_TIME_FORMAT="%s")
+    except NoAnswer as error:
+        return str(error)
+    left_s = seconds_left(job, config)
     return "scontrol names no end of the job" if left_s is None else left_s
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +24,18 @@ OFTEN = {"checkpoint": {"every_s": 0.001}, "evaluation": {"at_start": False, "at
 
 def stop_at(config: dict, version: int, number: signal.Signals, rank: int = 0) -> runs.Finished:
     """Start the run and send a signal to one rank's process once the controller has seen this version."""
-    process = runs.start(config)
     status = Path(config["run_dir"]) / "status.json"
-    wait_until(lambda: runs.read_json(status).get("version", 0) >= version, 90, f"version {version}")
+    return stop_when(
+        config, lambda: runs.read_json(status).get("version", 0) >= version, f"version {version}", number, rank
+    )
+
+
+def stop_when(
+    config: dict, ready: Callable[[], bool], what: str, number: signal.Signals, rank: int = 0, **environment: str
+) -> runs.Finished:
+    """Start the run and send a signal to one rank's process once `ready`."""
+    process = runs.start(config, environment)
+    wait_until(ready, 90, what)
     pids = RunLog(config["run_dir"]).ranks.set_index("rank").pid
     os.kill(int(pids[rank]), number)
     return runs.finish(process, config)

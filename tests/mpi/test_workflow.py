@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +16,8 @@ from areal_hpc.runlog import RunLog
 from areal_hpc.sandbox.isolation import choose
 from areal_hpc.sandbox.limits import SandboxError
 from tests import reference_episodes, runs, tiny_python
-from tests.mpi.test_resume import OFTEN
-from tests.runs import finish, run, start, tiny_config, wait_until
+from tests.mpi.test_resume import OFTEN, stop_when
+from tests.runs import run, tiny_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
@@ -123,20 +122,14 @@ def test_the_losses_are_those_of_a_run_that_never_stopped(synchronous, tiny_dir,
     )
     trajectories = synchronous[1].log().trajectories.query("fate == 'consumed'")
     at_most_called = trajectories[trajectories.consumed_step <= 2].num_turns.sum()
-    process = start(config, {"AREAL_HPC_TEST_FREE_CALLS": str(at_most_called)})
-    wait_until((tmp_path / "run.held").exists, 90, "an episode in the middle, after two steps")
-    os.kill(pid_of_controller(config), number)
-    stopped = finish(process, config)
+    held = (tmp_path / "run.held").exists
+    free_calls = {"AREAL_HPC_TEST_FREE_CALLS": str(at_most_called)}
+    stopped = stop_when(config, held, "an episode in the middle, after two steps", number, **free_calls)
     assert stopped.returncode == Exit.REQUEUE if number == signal.SIGUSR2 else stopped.returncode != 0
     run(config).assert_done()
     first, second = (RunLog(config["run_dir"], attempt) for attempt in (1, 2))
     assert_as_if_never_stopped(synchronous[1].log().steps, first, second)
     assert number == signal.SIGKILL or num_restored_tokens(second) > 0
-
-
-def pid_of_controller(config: dict) -> int:
-    ranks = RunLog(config["run_dir"]).ranks
-    return int(ranks.pid[ranks["rank"] == 0].item())
 
 
 def assert_as_if_never_stopped(expected: pd.DataFrame, first: RunLog, second: RunLog) -> None:

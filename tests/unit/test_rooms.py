@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "areal_hpc"
 # its own, but roles never from each other.
 FLOORS = [
     """__init__ exits config trajectory codec messages saving_messages survival_messages staleness
-    logcodes logschema activity seeds waiting signals shipment faults compute slurmfacts placement
+    logcodes logschema activity seeds waiting signals slurmcall shipment faults compute slurmfacts placement
     jobspec batchscript slurmrules slurmstate walltime estimates""",
     "packing advantages losses models sampling instructions credits controller_state learner buckets",
     """comm parcels lifelines mpi_start warm_blocks process_group weights runlog runlog_writer data rewards rundir
